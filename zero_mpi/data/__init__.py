@@ -74,9 +74,9 @@ def tokenizer_from_metadata(metadata: Mapping[str, object], place: str = THE_FIL
     model = GGUFKeys(metadata, place).tokenizer
     if model is not None and model in KINDS:
         return KINDS[model](metadata, place)
-    found = "no tokenizer" if model is None else f"the tokenizer {show(model)}"
+    kind = "no tokenizer" if model is None else f"the tokenizer {show(model)}"
     raise UsageError(
-        f"{place} has {found}, but text needs a byte-level BPE (model 'gpt2') or a SentencePiece tokenizer "
+        f"{place} has {kind}, but text needs a byte-level BPE (model 'gpt2') or a SentencePiece tokenizer "
         "('llama', 't5'): use token files for --data, 1-D .npy of uint16 or uint32 ids made with the "
         "model's own tokenizer"
     )

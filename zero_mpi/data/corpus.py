@@ -41,20 +41,20 @@ class DataSource(NamedTuple):
     share: float = 1.0
 
 
-def sources_of(given: Sequence[str]) -> list[DataSource]:
+def sources_of(paths: Sequence[str]) -> list[DataSource]:
     """Return the sources of `--data`: one for each `PATH=SHARE`, or one that holds all paths.
 
     An existing path that looks like `PATH=SHARE` is taken as a path. Shares are relative to their sum. Raises
     UsageError if only some paths have a share, for a repeated path, and for a share below `LEAST_SHARE`.
     """
-    found = [None if os.path.exists(path) else _SHARE.fullmatch(path) for path in given]
-    shares = {match["path"]: float(match["share"]) for match in found if match is not None}
+    matches = [None if os.path.exists(path) else _SHARE.fullmatch(path) for path in paths]
+    shares = {match["path"]: float(match["share"]) for match in matches if match is not None}
     if not shares:
-        return [DataSource("", list(given))]
-    if len(shares) != len(given):
-        missing = next((path for path, match in zip(given, found, strict=True) if match is None), "")
-        what = f"{shown(missing)} has none" if missing else "a path comes twice"
-        raise UsageError(f"--data: expected PATH=SHARE for each path or for none; {what}")
+        return [DataSource("", list(paths))]
+    if len(shares) != len(paths):
+        missing = next((path for path, match in zip(paths, matches, strict=True) if match is None), "")
+        problem = f"{shown(missing)} has none" if missing else "a path comes twice"
+        raise UsageError(f"--data: expected PATH=SHARE for each path or for none; {problem}")
     total = sum(shares.values())
     for path, share in shares.items():
         if not 0 < share >= LEAST_SHARE * total or not total < np.inf:
@@ -63,8 +63,8 @@ def sources_of(given: Sequence[str]) -> list[DataSource]:
                 f"shares, whose sum is {total:g}"
             )
     names = [Path(path).name or path for path in shares]
-    before = [names[:place].count(name) for place, name in enumerate(names)]  # a repeated NAME becomes NAME-2
-    names = [f"{name}-{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
+    counts = [names[:place].count(name) for place, name in enumerate(names)]  # a repeated NAME becomes NAME-2
+    names = [f"{name}-{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
     return [
         DataSource(name, [path], share / total)
         for name, (path, share) in zip(names, shares.items(), strict=True)
@@ -173,15 +173,15 @@ def load_corpus(
 
 
 def _joined(splits: Sequence[_Split]) -> Corpus:
-    digests = [each.digest for each in splits]
-    of_all = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    digests = [split.digest for split in splits]
+    digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return Corpus(
-        parts=tuple(part for each in splits for part in each.train),
-        held_out=tuple(part for each in splits for part in each.val),
-        sha256=digests[0] if len(digests) == 1 else of_all,
-        documents=sum(each.counts[0] for each in splits),
-        val_documents=sum(each.counts[1] for each in splits),
-        notes=tuple(note for each in splits for note in each.notes),
+        parts=tuple(part for split in splits for part in split.train),
+        held_out=tuple(part for split in splits for part in split.val),
+        sha256=digests[0] if len(digests) == 1 else digest,
+        documents=sum(split.counts[0] for split in splits),
+        val_documents=sum(split.counts[1] for split in splits),
+        notes=tuple(note for split in splits for note in split.notes),
     )
 
 
@@ -197,14 +197,14 @@ def _split(
     documents = [each._replace(at=at) for each, at in zip(documents, places, strict=True)]
     least = 2 if reader.packs or documents[0].counted is not None else context + 1  # documents may be short
     if total < least:
-        of = f" of {source.name}" if source.name else ""
-        need = f"context {context} needs at least {least} tokens, but {flag}{of} has {total}"
-        raise UsageError(f"{need}: use a smaller --context or more data")
+        suffix = f" of {source.name}" if source.name else ""
+        problem = f"context {context} needs at least {least} tokens, but {flag}{suffix} has {total}"
+        raise UsageError(f"{problem}: use a smaller --context or more data")
     train, val = _hold_out(documents, fraction, seed) if flag == "--data" else ([], documents)
     if fraction and (refusal := _too_small(train, val, least)):
         train, val, notes = documents, [], [*notes, refusal]
-    where = source.name or ("" if flag == "--data" else flag)
-    said = [type(note)(f"{where}: {note}") if where else note for note in notes]
+    label = source.name or ("" if flag == "--data" else flag)
+    labelled = [type(note)(f"{label}: {note}") if label else note for note in notes]
     digest = f"{source.share!r} {_digest(documents)}" if source.name else _digest(documents)
     # Documents inside a token file are counted separately if the file marks where they end.
     in_train, in_val = (
@@ -215,7 +215,7 @@ def _split(
     counts = in_train + in_val - is_cut, in_val - is_cut
     share, bos = source.share, reader.bos_of(source.paths)
     parts, held = ([Part(source.name, stream_of(side), share, bos)] if side else [] for side in (train, val))
-    return _Split(parts, held, said, digest, counts)
+    return _Split(parts, held, labelled, digest, counts)
 
 
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
@@ -225,13 +225,13 @@ def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Docum
     """
     if fraction == 0:
         return documents, []
-    is_one = len(documents) == 1 and (documents[0].counted is None or documents[0].ends is None)
-    if is_one or all(each.is_divisible for each in documents):
+    is_single = len(documents) == 1 and (documents[0].counted is None or documents[0].ends is None)
+    if is_single or all(each.is_divisible for each in documents):
         cut = [each.cut(each.tokens.size - math.ceil(fraction * each.tokens.size)) for each in documents]
         return [first for first, _ in cut], [last for _, last in cut]
-    held = _draw([document.tokens.size for document in documents], fraction, seed)
-    left = [document for place, document in enumerate(documents) if place not in held]
-    return left, [documents[place] for place in sorted(held)]
+    places = _draw([document.tokens.size for document in documents], fraction, seed)
+    train = [document for place, document in enumerate(documents) if place not in places]
+    return train, [documents[place] for place in sorted(places)]
 
 
 def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
@@ -241,25 +241,25 @@ def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
     the fraction. The smallest skipped one is held out only if the others do not reach the fraction.
     """
     goal, tokens = fraction * sum(sizes), 0
-    order, held = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()
+    order, places = permutation(len(sizes), seed, _HELD_OUT_STREAM).tolist(), list[int]()
     for place in order:
         if tokens < goal and tokens + sizes[place] <= 2 * goal:
-            held.append(place)
+            places.append(place)
             tokens += sizes[place]
     if tokens < goal:
-        passed = set(order) - set(held)
-        held.append(min((place for place in order if place in passed), key=sizes.__getitem__))
-    return set(held[: len(sizes) - 1])
+        skipped = set(order) - set(places)
+        places.append(min((place for place in order if place in skipped), key=sizes.__getitem__))
+    return set(places[: len(sizes) - 1])
 
 
 def _too_small(train: _Documents, val: _Documents, least: int) -> str:
     """Return a note if this split cannot be used; "" if both sides have at least `least` tokens."""
-    left, held = (sum(document.tokens.size for document in side) for side in (train, val))
-    if left < least:
-        return f"no validation set: it would leave {left} tokens for training, but a window needs {least}"
-    if held < least:
+    tokens, val_tokens = (sum(document.tokens.size for document in side) for side in (train, val))
+    if tokens < least:
+        return f"no validation set: it would leave {tokens} tokens for training, but a window needs {least}"
+    if val_tokens < least:
         return (
-            f"no validation set: it would have {held} tokens, but a window needs {least}; use a larger "
+            f"no validation set: it would have {val_tokens} tokens, but a window needs {least}; use a larger "
             "--val-fraction or a smaller --context"
         )
     return ""

@@ -49,9 +49,9 @@ def text_documents(texts: Iterable[Text], reader: TextReader) -> Iterator[Docume
     """
     last, mark = separator(reader.tokenizer), PARSE.encode() if reader.parses else b""
     for group in in_groups(texts, lambda text: len(text[1]), _ENCODED):
-        for (name, data), ids in zip(group, reader.encode([data for _, data in group]), strict=True):
+        for (name, raw), ids in zip(group, reader.encode([raw for _, raw in group]), strict=True):
             closed = np.append(ids, ids.dtype.type(last)) if ids.size and last is not None else ids
-            yield Document(name, closed, hashlib.sha256(data).digest() + mark)
+            yield Document(name, closed, hashlib.sha256(raw).digest() + mark)
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class DocumentReader:
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
         """Return all documents that are not empty. Raise UsageError if there is none."""
-        read, notes = self._read(paths)
-        documents = [document for document in read if document.tokens.size]
+        candidates, notes = self._read(paths)
+        documents = [document for document in candidates if document.tokens.size]
         if not documents:
-            nothing = f"{flag} contains neither text nor tokens: {named(paths, LONGEST)}"
-            raise UsageError("; ".join([nothing, *(note for note in notes if not isinstance(note, Remark))]))
+            problem = f"{flag} contains neither text nor tokens: {named(paths, LONGEST)}"
+            raise UsageError("; ".join([problem, *(note for note in notes if not isinstance(note, Remark))]))
         return documents, notes
 
     def bos_of(self, paths: Sequence[str]) -> int | None:
@@ -119,7 +119,7 @@ class DocumentReader:
     def _tokens(self, files: Files) -> list[Document]:
         """Return the documents of token files without reading the files into memory."""
         documents = [read_tokens(name, path, self.vocab_size) for name, path in files]
-        silent = [each.name for each in documents if each.ends is None]
+        silent = [document.name for document in documents if document.ends is None]
         if self.packs and silent:
             raise UsageError(
                 f"--packing documents: {shown(silent[0])} does not mark the ends of documents: use text, or "
@@ -138,7 +138,7 @@ class DocumentReader:
 
     def _settings(self, paths: Sequence[str]) -> dict[str, object]:
         """Return all settings that, together with the files, determine the ids."""
-        named = sorted(os.path.realpath(path) for path in paths if not is_folder(path))
+        files = sorted(os.path.realpath(path) for path in paths if not is_folder(path))
         return self.text.tokenizer.metadata() | {
             "any bytes": self.any_bytes,
             "control tokens": self.control_tokens,
@@ -147,7 +147,7 @@ class DocumentReader:
             "template": (dict(self.inputs.variables), *self.inputs[1:]),
             "skip bad": self.skip_bad,
             "preferences": self.preferences,
-            "named": named,
+            "named": files,
         }
 
 
@@ -162,7 +162,7 @@ def _conversations(
     if flags.preferences:
         rows = reader.read_pairs(files, bad, flags.preferences == "kto")
     else:
-        rows = ([each] for each in reader.read(files, bad))
+        rows = ([conversation] for conversation in reader.read(files, bad))
     for row in rows:
         sides = [side for side in row if side is not None]
         for side in sides:
@@ -191,9 +191,9 @@ def _text_documents(
                 head = file.read(HEAD)
                 if not text_filter.takes(name, path, head):
                     continue
-                data = head + file.read()
-            text_filter.read(name, data)
-            yield name, data
+                raw = head + file.read()
+            text_filter.read(name, raw)
+            yield name, raw
 
     yield from text_documents(texts(), reader)
     notes += [*text_filter.notes(), *reader.notes(), *separator_notes(reader.tokenizer)]

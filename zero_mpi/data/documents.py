@@ -78,11 +78,11 @@ def opened(path: str, length: int) -> OpenFile:
         file = open_file(path, "a token file")
     except FileError as error:
         raise JobError(f"{error}; {CHANGED}") from None
-    found = os.fstat(file.fileno()).st_size
-    if found != length:
+    size = os.fstat(file.fileno()).st_size
+    if size != length:
         file.close()
         raise JobError(
-            f"{shown(path)} has {found:,} bytes, but had {length:,} at the start of the run; {CHANGED}"
+            f"{shown(path)} has {size:,} bytes, but had {length:,} at the start of the run; {CHANGED}"
         )
     return OpenFile(file)
 
@@ -126,16 +126,16 @@ class TokenSpans:
 
     def read(self, starts: Places, sizes: Places) -> Ids:
         """Return ids (sum of sizes,): `sizes[i]` ids from index `starts[i]` on, for each i; both are (n,)."""
-        buffer, done = np.empty(int(sizes.sum()), self.dtype), 0
+        buffer, place = np.empty(int(sizes.sum()), self.dtype), 0
         for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
             for span, at, count in self._pieces(start, size):
-                here = buffer[done : done + count]
-                done += count
-                given = here if span.dtype == self.dtype else np.empty(count, span.dtype)
-                span.read(at, given)
-                self._check(given, span, at)
-                if given is not here:
-                    here[...] = given
+                part = buffer[place : place + count]
+                place += count
+                ids = part if span.dtype == self.dtype else np.empty(count, span.dtype)
+                span.read(at, ids)
+                self._check(ids, span, at)
+                if ids is not part:
+                    part[...] = ids
         return buffer
 
     def held(self) -> Ids:
@@ -180,14 +180,14 @@ class TokenSpans:
 
 def _joined(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
     """Return the spans that are not empty; spans of one file that follow each other are merged."""
-    found = list[FileSpan]()
+    merged = list[FileSpan]()
     for span in filter(lambda each: each.size, spans):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last and replace(last, start=last.start + last.size * last.dtype.itemsize, size=span.size) == span:
-            found[-1] = replace(last, size=last.size + span.size)
+            merged[-1] = replace(last, size=last.size + span.size)
         else:
-            found.append(span)
-    return tuple(found)
+            merged.append(span)
+    return tuple(merged)
 
 
 def up_to(counts: Places) -> Places:
@@ -196,13 +196,13 @@ def up_to(counts: Places) -> Places:
     return np.arange(ends[-1] if ends.size else 0) - np.repeat(ends - counts, counts)
 
 
-def in_groups(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield the items in order, as lists. A list ends as soon as the sizes of its items sum to `most`."""
+def in_groups(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield the items in order, as lists. A list ends as soon as the sizes of its items sum to `limit`."""
     group, total = list[T](), 0
     for item in items:
         group.append(item)
         total += size(item)
-        if total >= most:
+        if total >= limit:
             yield group
             group, total = [], 0
     if group:
@@ -213,8 +213,8 @@ def read_ids(ids: NDArray[Any] | TokenSpans, starts: Places, sizes: Places) -> N
     """Return ids (sum of sizes,), from memory or files: for each i, `sizes[i]` ids from `starts[i]` on."""
     if isinstance(ids, TokenSpans):
         return ids.read(starts, sizes)
-    result: NDArray[Any] = ids[np.repeat(starts, sizes) + up_to(sizes)]
-    return result
+    selected: NDArray[Any] = ids[np.repeat(starts, sizes) + up_to(sizes)]
+    return selected
 
 
 Tokens = NDArray[np.integer[Any]] | TokenSpans
@@ -255,8 +255,8 @@ class Document(NamedTuple):
         last = last._replace(at=self.at + place)
         if ends is None:
             return first, last
-        before = np.append(ends[ends < place], place)
-        return first._replace(ends=before), last._replace(ends=ends[ends > place] - place)
+        first_ends = np.append(ends[ends < place], place)
+        return first._replace(ends=first_ends), last._replace(ends=ends[ends > place] - place)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,9 +271,9 @@ class Stream:
     def in_data(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the indices of tokens in the full data, held-out tokens included; -1 stays -1."""
         assert self.runs is not None, "positions in the data need a stream made by stream_of"
-        here, there = self.runs.reshape(-1, 2).T
-        run = np.searchsorted(here, np.maximum(places, 0), "right") - 1
-        return np.where(places < 0, -1, places - here[run] + there[run])
+        starts, origins = self.runs.reshape(-1, 2).T
+        run = np.searchsorted(starts, np.maximum(places, 0), "right") - 1
+        return np.where(places < 0, -1, places - starts[run] + origins[run])
 
     @property
     def size(self) -> int:
@@ -288,15 +288,15 @@ def stream_of(documents: Sequence[Document]) -> Stream:
     """Return the documents as one stream. All or none have `counted`; all or none have their ids in files."""
     sizes = np.array([document.tokens.size for document in documents], np.int64)
     stops = np.cumsum(sizes)
-    own = [
+    doc_ends = [
         [stop] if each.ends is None else stop - each.tokens.size + each.ends
         for stop, each in zip(stops.tolist(), documents, strict=True)
     ]
-    ends = np.concatenate([np.zeros(0, np.int64), *own])
-    # Adjacent documents of the data form a run, which begins at `here` in the stream, at `there` in the data.
-    here, there = stops - sizes, np.array([document.at for document in documents], np.int64)
-    first = np.flatnonzero(np.diff(there - here, prepend=-1))
-    runs = np.stack([here[first], there[first]], axis=1).ravel()
+    ends = np.concatenate([np.zeros(0, np.int64), *doc_ends])
+    # Documents adjacent in the data form a run. It begins at `starts` in the stream, `origins` in the data.
+    starts, origins = stops - sizes, np.array([document.at for document in documents], np.int64)
+    first = np.flatnonzero(np.diff(origins - starts, prepend=-1))
+    runs = np.stack([starts[first], origins[first]], axis=1).ravel()
     if len(documents) == 1:
         return Stream(documents[0].tokens, ends, documents[0].counted, runs)
     masks = [document.counted for document in documents if document.counted is not None]
@@ -307,5 +307,5 @@ def stream_of(documents: Sequence[Document]) -> Stream:
         assert len(in_files) == len(documents), "all ids are in memory, or all are in files"
         spans = [span for tokens in in_files for span in tokens.spans]
         return Stream(TokenSpans(spans, in_files[0].vocab), ends, counted, runs)
-    held = [each.tokens for each in documents if isinstance(each.tokens, np.ndarray)]
-    return Stream(np.concatenate(held or [np.empty(0, np.uint16)]), ends, counted, runs)
+    arrays = [each.tokens for each in documents if isinstance(each.tokens, np.ndarray)]
+    return Stream(np.concatenate(arrays or [np.empty(0, np.uint16)]), ends, counted, runs)

@@ -67,8 +67,8 @@ class Batches:
             return encode(pieces)
         total, content = hashlib.sha256(encode.__name__.encode()), b""
         for piece in pieces:
-            data = piece.encode() if isinstance(piece, str) else piece.tobytes()
-            total.update(len(data).to_bytes(8) + data)
+            raw = piece.encode() if isinstance(piece, str) else piece.tobytes()
+            total.update(len(raw).to_bytes(8) + raw)
         path = self.folder / total.hexdigest()
         with suppress(OSError):
             content = path.read_bytes()
@@ -78,8 +78,8 @@ class Batches:
             content = hashlib.sha256(numbers).digest() + numbers
             with suppress(OSError):  # without the file, another job encodes again
                 write_whole(path, content)
-        found = np.frombuffer(content, "<u4", offset=32)
-        return np.split(found[1 + found[0] :], np.cumsum(found[1 : found[0]]))
+        integers = np.frombuffer(content, "<u4", offset=32)
+        return np.split(integers[1 + integers[0] :], np.cumsum(integers[1 : integers[0]]))
 
 
 def through(
@@ -92,32 +92,32 @@ def through(
 
     Raises UsageError for files that cannot be read, or that change while they are read.
     """
-    base, kept = folder(), None
+    base, reading = folder(), None
     try:
         is_large = sum(path.stat().st_size for _, path in files) >= LEAST
     except OSError as error:
         unreadable(error)
     if base is not None and batches.cached and is_large:
         entry = base / name_of(files, settings, batches.beat)
-        kept = load_entry(entry, vocab, batches.beat)
-        if kept is None:
+        reading = load_entry(entry, vocab, batches.beat)
+        if reading is None:
             shutil.rmtree(entry, ignore_errors=True)  # removes a damaged entry
             with suppress(OSError):  # disk full, or no permission
                 make(entry, encode, batches)
                 if entry.name != name_of(files, settings, batches.beat):
                     shutil.rmtree(entry, ignore_errors=True)
                     raise UsageError("--data changed while it was read: start again")
-                kept = load_entry(entry, vocab, batches.beat)
-    if kept is not None:
-        return kept
+                reading = load_entry(entry, vocab, batches.beat)
+    if reading is not None:
+        return reading
     notes = list[str]()
     return list(encode(notes)), notes
 
 
 def folder() -> Path | None:
     """Return the folder of all entries; None if no variable in `PLACES` names one."""
-    found = (Path(os.environ[name], below) for name, below in PLACES.items() if os.environ.get(name))
-    return next(found, None)
+    paths = (Path(os.environ[name], suffix) for name, suffix in PLACES.items() if os.environ.get(name))
+    return next(paths, None)
 
 
 def name_of(files: Files, settings: Mapping[str, object], beat: Beat) -> str:
@@ -157,21 +157,21 @@ def make(entry: Path, encode: Encode, batches: Batches) -> None:
     Batches that were encoded before an interruption are kept for the next job.
     """
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for each in entry.parent.iterdir():  # removes entries that were not used for a long time
-        used, days = (each / IDS, 1) if each.name.startswith(NEW) else (each, MOST_DAYS)
+    for path in entry.parent.iterdir():  # removes entries that were not used for a long time
+        stamp, days = (path / IDS, 1) if path.name.startswith(NEW) else (path, MOST_DAYS)
         with suppress(OSError):
-            if used.stat().st_mtime < time.time() - days * 86400:
-                shutil.rmtree(each, ignore_errors=True)
+            if stamp.stat().st_mtime < time.time() - days * 86400:
+                shutil.rmtree(path, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(dir=entry.parent, prefix=NEW))
-    batches.folder = kept = entry.with_suffix(".batches")
+    batches.folder = results = entry.with_suffix(".batches")
     try:
-        kept.mkdir(exist_ok=True)
+        results.mkdir(exist_ok=True)
         write(scratch, encode, batches.beat)
         with suppress(OSError):  # another job may have made the same entry in the meantime
             scratch.rename(entry)
-        shutil.rmtree(kept, ignore_errors=True)
+        shutil.rmtree(results, ignore_errors=True)
     except Exception:
-        shutil.rmtree(kept, ignore_errors=True)
+        shutil.rmtree(results, ignore_errors=True)
         raise
     finally:
         batches.folder = None
@@ -192,10 +192,10 @@ def write(scratch: Path, encode: Encode, beat: Beat) -> None:
                 counted.write(np.ascontiguousarray(document.counted).data)
             ends = None if document.ends is None else document.ends.tolist()
             documents.append((document.name, document.tokens.size, document.digest.hex(), ends))
-    about: dict[str, Any] = {"dtype": kind.str, "documents": documents}
-    about["notes"] = [(note, isinstance(note, Remark)) for note in notes]
-    about["sha256"] = {name: digest_of(scratch / name, beat) for name in (IDS, COUNTED)}
-    (scratch / ABOUT).write_text(json.dumps(sealed(about)))
+    facts: dict[str, Any] = {"dtype": kind.str, "documents": documents}
+    facts["notes"] = [(note, isinstance(note, Remark)) for note in notes]
+    facts["sha256"] = {name: digest_of(scratch / name, beat) for name in (IDS, COUNTED)}
+    (scratch / ABOUT).write_text(json.dumps(sealed(facts)))
     for name in (IDS, COUNTED, ABOUT):
         with (scratch / name).open("rb") as file:
             os.fsync(file)
@@ -213,23 +213,23 @@ def load_entry(entry: Path, vocab: int, beat: Beat) -> Reading | None:
     A file of the entry is used only if its digest is unchanged.
     """
     try:
-        about = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
-        if not isinstance(about, dict) or sealed(about) != about:
+        facts = parse_json(read_file(entry / ABOUT, MOST_ABOUT), most_values=MOST_VALUES)
+        if not isinstance(facts, dict) or sealed(facts) != facts:
             return None
-        kind, listed = np.dtype(about["dtype"]), about["documents"]
-        if any(digest_of(entry / name, beat) != was for name, was in about["sha256"].items()):
+        kind, rows = np.dtype(facts["dtype"]), facts["documents"]
+        if any(digest_of(entry / name, beat) != sha256 for name, sha256 in facts["sha256"].items()):
             return None
-        total = sum(size for _, size, *_ in listed)
+        total = sum(size for _, size, *_ in rows)
         ids = TokenSpans([FileSpan(str(entry / IDS), 0, total, kind, total * kind.itemsize)], vocab)
         counted = np.fromfile(entry / COUNTED, np.bool_)  # empty for text
         os.utime(entry)  # sets the time of the last use
     except (OSError, ValueError):
         return None
     documents, at = list[Document](), 0
-    for name, size, digest, ends in listed:
+    for name, size, digest, ends in rows:
         part = slice(at, at + size)
         at += size
         counts = counted[part] if counted.size else None
         borders = None if ends is None else np.array(ends, np.int64)
         documents.append(Document(name, ids[part], bytes.fromhex(digest), counts, borders))
-    return documents, [Remark(note) if is_remark else note for note, is_remark in about["notes"]]
+    return documents, [Remark(note) if is_remark else note for note, is_remark in facts["notes"]]

@@ -49,13 +49,13 @@ def shuffled(places: Places, count: int, *key: int) -> Places:
 
     In each round every number has a partner. A random bit, equal for both, decides whether they swap places.
     """
-    found = places.astype(np.uint64)
+    numbers = places.astype(np.uint64)
     total = np.uint64(count)
     partners, bits = draws(2 * ROUNDS, *key).reshape(2, ROUNDS)
     for partner, bit in zip(partners % total, bits, strict=True):
-        other = (partner + total - found) % total
-        found = np.where(_mixed(np.maximum(found, other) ^ bit) >> np.uint64(63), other, found)
-    return found.astype(np.int64)
+        mirror = (partner + total - numbers) % total
+        numbers = np.where(_mixed(np.maximum(numbers, mirror) ^ bit) >> np.uint64(63), mirror, numbers)
+    return numbers.astype(np.int64)
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -82,13 +82,13 @@ def window_of(samples: ArrayLike, windows: int, *key: int) -> Places:
     key   the seed, and further numbers that determine the order
     """
     epochs, places = np.divmod(np.asarray(samples, np.int64), windows)
-    blocks, within = np.divmod(places, max(windows, 1) if windows <= MOST_SORTED else BLOCK)
-    found = np.empty_like(places)
+    blocks, offsets = np.divmod(places, max(windows, 1) if windows <= MOST_SORTED else BLOCK)
+    numbers = np.empty_like(places)
     # np.unique would import numpy.ma, which makes the start 30 ms slower.
     for epoch, block in sorted(set(zip(epochs.ravel().tolist(), blocks.ravel().tolist(), strict=True))):
-        here = (epochs == epoch) & (blocks == block)
-        found[here] = _block(windows, block, *key, _EPOCH_STREAM, epoch)[within[here]]
-    return found
+        mask = (epochs == epoch) & (blocks == block)
+        numbers[mask] = _block(windows, block, *key, _EPOCH_STREAM, epoch)[offsets[mask]]
+    return numbers
 
 
 class SampleOrder:
@@ -115,31 +115,31 @@ class SampleOrder:
     def windows(self, samples: Places) -> Places:
         """Return the windows (n,) of `samples` (n,); windows are numbered over all sources."""
         sources, numbers = self.places(samples)
-        found = np.empty_like(samples)
+        windows = np.empty_like(samples)
         for source, count in enumerate(self._counts):
-            here = sources == source
-            if here.any():
+            mask = sources == source
+            if mask.any():
                 key = (self._seed, _SOURCE_STREAM, source) if source else (self._seed,)
-                found[here] = self._first[source] + window_of(numbers[here], count, *key)
-        return found
+                windows[mask] = self._first[source] + window_of(numbers[mask], count, *key)
+        return windows
 
     def places(self, samples: Places) -> tuple[Places, Places]:
         """Return the source (n,) of each sample, and the sample's number (n,) within that source, from 0."""
         if len(self._counts) == 1:
             return np.zeros_like(samples), samples
         sources, numbers = np.empty_like(samples), np.empty_like(samples)
-        blocks, within = np.divmod(samples, DEALT)
+        blocks, offsets = np.divmod(samples, DEALT)
         for block in sorted(set(blocks.tolist())):
-            here = blocks == block
+            mask = blocks == block
             dealt = _dealt(block, tuple(self._bounds.tolist()), self._seed)
-            sources[here], numbers[here] = dealt[0][within[here]], dealt[1][within[here]]
+            sources[mask], numbers[mask] = dealt[0][offsets[mask]], dealt[1][offsets[mask]]
         return sources, numbers
 
     def epochs(self, samples: int) -> list[float]:
         """Return, for each source, how many of its epochs the first `samples` samples contain."""
-        whole = samples // DEALT
-        rest = self.places(np.arange(whole * DEALT, samples))[0]
-        begun = _begun(whole, self._bounds) + np.bincount(rest, minlength=len(self._counts))
+        blocks = samples // DEALT
+        rest = self.places(np.arange(blocks * DEALT, samples))[0]
+        begun = _begun(blocks, self._bounds) + np.bincount(rest, minlength=len(self._counts))
         return [int(number) / count for number, count in zip(begun, self._counts, strict=True)]
 
 
@@ -196,10 +196,10 @@ class WindowSource(Protocol):
 
 def inside(indices: ArrayLike, count: int) -> Places:
     """Return window numbers as an array. Raise IndexError for a number outside 0..count-1."""
-    wanted = np.asarray(indices, dtype=np.int64)
-    if wanted.size and not 0 <= wanted.min() <= wanted.max() < count:
-        raise IndexError(f"windows {wanted.min()}..{wanted.max()} of {count}")
-    return wanted
+    numbers = np.asarray(indices, dtype=np.int64)
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < count:
+        raise IndexError(f"windows {numbers.min()}..{numbers.max()} of {count}")
+    return numbers
 
 
 class Windows(WindowSource):
@@ -260,12 +260,12 @@ class MixedWindows(WindowSource):
 
     def _by_part(self, indices: ArrayLike) -> Iterator[tuple[WindowSource, Places, Places]]:
         """Yield (part, rows in the batch, window numbers in the part) for each part that has any rows."""
-        wanted = inside(indices, len(self))
-        of = np.searchsorted(self._ends, wanted, "right")
+        windows = inside(indices, len(self))
+        sources = np.searchsorted(self._ends, windows, "right")
         for number, part in enumerate(self.parts):
-            rows = np.flatnonzero(of == number)
+            rows = np.flatnonzero(sources == number)
             if rows.size:
-                yield part, rows, wanted[rows] - (self._ends[number] - len(part))
+                yield part, rows, windows[rows] - (self._ends[number] - len(part))
 
     def counted(self, indices: ArrayLike) -> int:
         return sum(part.counted(numbers) for part, _, numbers in self._by_part(indices))
@@ -345,10 +345,10 @@ class EvalLoader:
 
     def __init__(self, windows: WindowSource, micro_batch: int, limit: int | None = None) -> None:
         self.micro_batch, total = micro_batch, len(windows)
-        taken = total if limit is None else min(limit, total)
-        self.chosen = np.arange(taken) * total // max(taken, 1)  # numbers of the selected windows
+        count = total if limit is None else min(limit, total)
+        self.chosen = np.arange(count) * total // max(count, 1)  # numbers of the selected windows
         self.windows = windows
-        self.micro_batches = -(-taken // micro_batch)
+        self.micro_batches = -(-count // micro_batch)
         self.counted = windows.counted(self.chosen)  # number of targets that count; divides the summed loss
 
     def micro(self, i: int) -> Batch:

@@ -39,24 +39,24 @@ def pieces_of(stream: Stream, context: int, has_bos: bool = False) -> Packable:
     cut = 0
     if stream.counted is None:
         counts = np.maximum(1, -(-lengths // context))
-        of, skipped = np.repeat(np.arange(counts.size), counts), context * up_to(counts)
-        starts, sizes = begins[of] + skipped, np.minimum(lengths[of] - skipped, context)
+        documents, skipped = np.repeat(np.arange(counts.size), counts), context * up_to(counts)
+        starts, sizes = begins[documents] + skipped, np.minimum(lengths[documents] - skipped, context)
     else:
         starts, sizes, cut = begins, np.minimum(lengths, context), int((lengths > context).sum())
     targets = sizes if stream.counted is None else counted_within(stream.counted, starts + 1, sizes)
-    kept = targets > 0
-    return Packable(starts[kept], sizes[kept], targets[kept], cut, int((~kept).sum()))
+    mask = targets > 0
+    return Packable(starts[mask], sizes[mask], targets[mask], cut, int((~mask).sum()))
 
 
 def counted_within(counted: Counted, starts: Places, sizes: Places) -> Places:
     """Return how many of the `sizes[i]` flags from `starts[i]` on are true. Ranges are sorted, disjoint."""
-    found = np.zeros(sizes.size, np.int64)
-    some = sizes > 0
-    borders = np.stack([starts[some], (starts + sizes)[some]], axis=1).ravel()
+    counts = np.zeros(sizes.size, np.int64)
+    mask = sizes > 0
+    borders = np.stack([starts[mask], (starts + sizes)[mask]], axis=1).ravel()
     borders = borders[: borders.size - (borders.size > 0 and borders[-1] == counted.size)]
     if borders.size:
-        found[some] = np.add.reduceat(counted, borders, dtype=np.int64)[::2]
-    return found
+        counts[mask] = np.add.reduceat(counted, borders, dtype=np.int64)[::2]
+    return counts
 
 
 def windows_over(
@@ -73,26 +73,26 @@ def windows_over(
 def best_fit(sizes: Places, limit: int) -> Places:
     """Return the window number (P,) of each piece. Each piece has at most `limit` positions.
 
-    Windows are found by their number of free positions. Bit n of `lefts` is set if a window has n free.
+    Windows are found by their number of free positions. Bit n of `mask` is set if a window has n free.
     """
     order = np.argsort(-sizes, kind="stable")
     windows: dict[int, list[int]] = {}  # numbers of windows, keyed by their number of free positions
-    lefts = count = 0
-    found = []
+    mask = count = 0
+    numbers = []
     for size in sizes[order].tolist():
-        fitting = lefts >> size
+        fitting = mask >> size
         if fitting:
-            left = size + (fitting & -fitting).bit_length() - 1
-            number = windows[left].pop()
-            lefts ^= (not windows[left]) << left
+            free = size + (fitting & -fitting).bit_length() - 1
+            number = windows[free].pop()
+            mask ^= (not windows[free]) << free
         else:
-            left, number, count = limit, count, count + 1
-        found.append(number)
-        left -= size
-        windows.setdefault(left, []).append(number)
-        lefts |= (left > 0) << left
+            free, number, count = limit, count, count + 1
+        numbers.append(number)
+        free -= size
+        windows.setdefault(free, []).append(number)
+        mask |= (free > 0) << free
     placed = np.empty(sizes.size, np.int64)
-    placed[order] = found
+    placed[order] = numbers
     return placed
 
 
@@ -147,31 +147,31 @@ class PackedWindows(WindowSource):
     def places(self, indices: ArrayLike) -> Places:
         """Return the index in the stream of each target of the windows `indices`, (b, T); -1 for none."""
         pieces, rows, columns = self._layout(indices)
-        sizes, found = self._sizes[pieces], np.full((np.size(indices), self.context), -1, np.int64)
+        sizes, places = self._sizes[pieces], np.full((np.size(indices), self.context), -1, np.int64)
         flat = np.repeat(rows * self.context + columns, sizes) + up_to(sizes)
         first = self._starts[pieces] + (self._bos is None)
-        found.reshape(-1)[flat] = np.repeat(first, sizes) + up_to(sizes)
-        return found
+        places.reshape(-1)[flat] = np.repeat(first, sizes) + up_to(sizes)
+        return places
 
     def _layout(self, indices: ArrayLike) -> tuple[Places, Places, Places]:
         """Return the pieces of the windows `indices`, the batch row of each piece, and its first column."""
-        wanted = inside(indices, len(self))
-        held = self._held[wanted]
-        pieces = np.repeat(self._ends[wanted] - held, held) + up_to(held)
-        before = np.cumsum(self._sizes[pieces]) - self._sizes[pieces]
-        rows = np.repeat(np.arange(len(wanted)), held)
-        return pieces, rows, before - before[np.cumsum(held) - held][rows]
+        windows = inside(indices, len(self))
+        counts = self._held[windows]
+        pieces = np.repeat(self._ends[windows] - counts, counts) + up_to(counts)
+        offsets = np.cumsum(self._sizes[pieces]) - self._sizes[pieces]
+        rows = np.repeat(np.arange(len(windows)), counts)
+        return pieces, rows, offsets - offsets[np.cumsum(counts) - counts][rows]
 
     def _batch(self, pieces: Places, rows: Places, columns: Places) -> Batch:
         sizes, shape = self._sizes[pieces], (int(rows[-1]) + 1 if rows.size else 0, self.context)
-        before = np.cumsum(sizes) - sizes
+        offsets = np.cumsum(sizes) - sizes
         places = np.repeat(rows * self.context + columns, sizes) + up_to(sizes)
         spans = self._starts[pieces], sizes + (self._bos is None)
         ids, counted = read_ids(self._stream.ids, *spans).astype(np.int64), self._stream.counted
         if self._bos is not None:
-            ids = np.insert(ids, before, self._bos)
-        within = up_to(sizes + 1)
-        is_target, is_input = within > 0, within < np.repeat(sizes, sizes + 1)
+            ids = np.insert(ids, offsets, self._bos)
+        index = up_to(sizes + 1)
+        is_target, is_input = index > 0, index < np.repeat(sizes, sizes + 1)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED, np.int64)
         begins = np.tile(np.arange(self.context), (shape[0], 1))  # an unused position attends only to itself
         inputs.reshape(-1)[places] = ids[is_input]
@@ -182,15 +182,15 @@ class PackedWindows(WindowSource):
         return Batch(inputs, targets, begins)
 
     def notes(self) -> list[str]:
-        found, kind = [], "documents" if self._stream.counted is None else self.unit
+        notes, kind = [], "documents" if self._stream.counted is None else self.unit
         if self.pieces.cut:
-            found.append(
+            notes.append(
                 f"{self.pieces.cut:,} of {self._stream.ends.size:,} {self.unit} are longer than --context "
                 f"{self.context} and are cut; use a larger --context to keep their ends"
             )
         if self.pieces.empty:
-            found.append(f"{self.pieces.empty:,} {kind} are skipped: they have no token to train on")
-        return found
+            notes.append(f"{self.pieces.empty:,} {kind} are skipped: they have no token to train on")
+        return notes
 
 
 class PairBatch(NamedTuple):
@@ -224,13 +224,13 @@ class PairWindows(PackedWindows):
         limit = np.maximum(context // 2, context - of_pairs.min(axis=1))
         sizes = np.minimum(lengths, np.repeat(limit, 2))
         targets = counted_within(stream.counted, begins + 1, sizes)
-        whole = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # a part of each answer remains
-        kept = np.repeat(whole, 2) & (sizes > 0)
-        cut, empty = of_pairs > limit[:, None], of_pairs[~whole] > 0
-        self.pieces = Packable(begins[kept], sizes[kept], targets[kept], int(cut.sum()), int(empty.sum()))
-        numbers = np.flatnonzero(kept)
+        valid = ((targets > 0) == (lengths > 0)).reshape(-1, 2).all(axis=1)  # a part of each answer remains
+        mask = np.repeat(valid, 2) & (sizes > 0)
+        cut, empty = of_pairs > limit[:, None], of_pairs[~valid] > 0
+        self.pieces = Packable(begins[mask], sizes[mask], targets[mask], int(cut.sum()), int(empty.sum()))
+        numbers = np.flatnonzero(mask)
         pairs, place = np.unique(numbers // 2, return_inverse=True)
-        in_pairs = np.bincount(place, sizes[kept], minlength=pairs.size).astype(np.int64)
+        in_pairs = np.bincount(place, sizes[mask], minlength=pairs.size).astype(np.int64)
         window = best_fit(in_pairs, context) if packs else np.arange(pairs.size)
         order = self._put(window[place])
         self._numbers, self._counts = numbers[order], self.pieces.targets[order]
@@ -245,9 +245,9 @@ class PairWindows(PackedWindows):
         """Return the windows `indices` with the positions of their sequences."""
         pieces, rows, columns = layout = self._layout(indices)
         batch, sizes = self._batch(*layout), self._sizes[pieces]
-        flat, within = np.repeat(rows * self.context + columns, sizes), up_to(sizes)
+        flat, offsets = np.repeat(rows * self.context + columns, sizes), up_to(sizes)
         rest = np.full_like(batch.targets, UNCOUNTED)
-        rest.reshape(-1)[flat + within] = read_ids(self._stream.ids, self._starts[pieces] + 1, sizes)
+        rest.reshape(-1)[flat + offsets] = read_ids(self._stream.ids, self._starts[pieces] + 1, sizes)
         rest[batch.targets != UNCOUNTED] = UNCOUNTED
         spans = zip(rows.tolist(), columns.tolist(), (columns + sizes).tolist(), strict=True)
         return PairBatch(batch, self._numbers[pieces], [(row, slice(a, b)) for row, a, b in spans], rest)
@@ -261,18 +261,18 @@ def mismatched(pairs: PairBatch) -> PairBatch:
     inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()
     by_row = [[n for n, (at, _) in enumerate(pairs.spans) if at == row] for row in range(len(inputs))]
-    for row, here in enumerate(by_row):
-        order, column = sorted(here, key=lambda n: int(pairs.numbers[n]) % 2), 0
-        for n in here:
-            prompt, answer = (pairs.spans[each][1] for each in (n, order[order.index(n) - 1]))
-            first, from_ = (
+    for row, members in enumerate(by_row):
+        order, column = sorted(members, key=lambda n: int(pairs.numbers[n]) % 2), 0
+        for n in members:
+            prompt, answer = (pairs.spans[index][1] for index in (n, order[order.index(n) - 1]))
+            first, skip = (
                 int(np.argmax(pairs.batch.targets[row, span] != UNCOUNTED)) for span in (prompt, answer)
             )
-            size = first + answer.stop - answer.start - from_
-            span, behind = slice(column, column + size), slice(answer.start + from_, answer.stop)
-            targets[row, span][first:] = pairs.batch.targets[row, behind]
+            size = first + answer.stop - answer.start - skip
+            span, tail = slice(column, column + size), slice(answer.start + skip, answer.stop)
+            targets[row, span][first:] = pairs.batch.targets[row, tail]
             inputs[row, span][: first + 1] = pairs.batch.inputs[row, prompt][: first + 1]
-            inputs[row, span][first + 1 :] = pairs.batch.inputs[row, behind][1:]
+            inputs[row, span][first + 1 :] = pairs.batch.inputs[row, tail][1:]
             begins[row, span], column = column, column + size
             spans.append((row, span))
     return PairBatch(Batch(inputs, targets, begins), pairs.numbers, spans, pairs.rest)

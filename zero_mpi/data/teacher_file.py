@@ -54,16 +54,16 @@ class TeacherFile:
 
     def read(self, path: str, places: NDArray[np.int64]) -> Records:
         """Return the records (n,) of tokens `places` (n,); zeros for -1. Raise JobError if one is invalid."""
-        found, size = np.zeros(places.size, self.record), self.record.itemsize
+        records, size = np.zeros(places.size, self.record), self.record.itemsize
         span = FileSpan(path, HEAD, self.nbytes - HEAD, np.dtype(np.uint8), self.nbytes)
         cuts = np.flatnonzero((np.diff(places) != 1) | (places[:-1] < 0)) + 1
         for first, stop in zip([0, *cuts], [*cuts, places.size], strict=True):
             if first < stop and places[first] >= 0:
-                span.read(int(places[first]) * size, found[first:stop].view(np.uint8))
-        is_sound = (found["ids"] < self.vocab).all() and (found["logp"] <= 0).all()
-        if not is_sound or not np.isfinite(found["logp"]).all() or not (found["rest"] <= 0).all():
+                span.read(int(places[first]) * size, records[first:stop].view(np.uint8))
+        is_sound = (records["ids"] < self.vocab).all() and (records["logp"] <= 0).all()
+        if not is_sound or not np.isfinite(records["logp"]).all() or not (records["rest"] <= 0).all():
             raise JobError(f"--teacher {shown(path)}: expected log-probabilities of ids below {self.vocab}")
-        return found
+        return records
 
 
 def open_teacher(path: str) -> TeacherFile:
@@ -71,20 +71,20 @@ def open_teacher(path: str) -> TeacherFile:
     with prefixed("--teacher"), open_file(path, "a file of evaluate --top-k-out") as file:
         head, nbytes = file.read(HEAD), os.fstat(file.fileno()).st_size
     try:
-        value = parse_json(head.rstrip())
+        table = parse_json(head.rstrip())
         kinds = {"k": int, "temperature": float, "tokens": int, "vocab": int}
         kinds |= dict.fromkeys(("format", "data", "tokenizer", "sha256"), str)
-        is_whole = isinstance(value, dict) and value.keys() == kinds.keys() and value.pop("format") == FORMAT
-        if not is_whole or any(type(value[name]) is not kinds[name] for name in value):
+        is_valid = isinstance(table, dict) and table.keys() == kinds.keys() and table.pop("format") == FORMAT
+        if not is_valid or any(type(table[name]) is not kinds[name] for name in table):
             raise ValueError("expected a header of evaluate --top-k-out")
-        found = TeacherFile(**value)
-        if not (0 < found.k <= found.vocab <= 1 << 32 and 0 <= found.tokens <= MOST):
-            raise ValueError(f"expected 1 to {found.vocab} ids for each token, found {found.k}")
-        if not (0 < found.temperature < math.inf and nbytes == found.nbytes):
-            raise ValueError(f"expected {found.nbytes:,} bytes, found {nbytes:,}")
+        teacher = TeacherFile(**table)
+        if not (0 < teacher.k <= teacher.vocab <= 1 << 32 and 0 <= teacher.tokens <= MOST):
+            raise ValueError(f"expected 1 to {teacher.vocab} ids for each token, found {teacher.k}")
+        if not (0 < teacher.temperature < math.inf and nbytes == teacher.nbytes):
+            raise ValueError(f"expected {teacher.nbytes:,} bytes, found {nbytes:,}")
     except ValueError as error:
         raise FileError(f"--teacher {shown(path)}: {error or quoted(head[:40])}") from None
-    return found
+    return teacher
 
 
 def begin(path: Path, teacher: TeacherFile) -> None:

@@ -30,11 +30,11 @@ def stdlib_root() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def named(paths: Sequence[str], most: int = 40) -> str:
-    """Return a description of `--data`: its first path in `most` characters, and how many paths follow."""
+def named(paths: Sequence[str], limit: int = 40) -> str:
+    """Return a description of `--data`: its first path in `limit` characters, and how many paths follow."""
     if not paths:
         return f"Python's standard library in {stdlib_root()}"
-    return shown(paths[0], most) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
+    return shown(paths[0], limit) + (f" and {len(paths) - 1} more" * (len(paths) > 1))
 
 
 def library_files() -> list[tuple[str, Path]]:
@@ -56,36 +56,36 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
     out. Files that the package datasets adds to its data are left out. Raises UsageError, which names the
     `flag`, for a missing path.
     """
-    found: dict[str, tuple[str, Path]] = {}
-    for each in paths:
-        mark = NANOGPT if each.startswith(NANOGPT) else ""
-        given = Path(each.removeprefix(mark))
+    by_path: dict[str, tuple[str, Path]] = {}
+    for argument in paths:
+        mark = NANOGPT if argument.startswith(NANOGPT) else ""
+        source = Path(argument.removeprefix(mark))
         with prefixed(flag):
-            if is_folder(given):
-                files = [(name, given / name) for name in _walk(given)]
-            elif is_file(given):
-                files = [(given.name, given)]
+            if is_folder(source):
+                files = [(name, source / name) for name in _walk(source)]
+            elif is_file(source):
+                files = [(source.name, source)]
             else:
-                problem = "is neither a file nor a folder" if exists(given) else "does not exist"
-                raise UsageError(f"{flag} {shown(given)} {problem}")
+                problem = "is neither a file nor a folder" if exists(source) else "does not exist"
+                raise UsageError(f"{flag} {shown(source)} {problem}")
         for name, path in files:
-            found.setdefault(os.path.realpath(path), (mark + name, path))
-    is_dataset = any(path.suffix == ".arrow" for _, path in found.values())
-    return [file for file in found.values() if not (is_dataset and file[1].name in NOTES)]
+            by_path.setdefault(os.path.realpath(path), (mark + name, path))
+    is_dataset = any(path.suffix == ".arrow" for _, path in by_path.values())
+    return [file for file in by_path.values() if not (is_dataset and file[1].name in NOTES)]
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
     """Return sorted names of regular files under `root`. A loop of links is followed only once."""
     names, seen = list[str](), set[str]()
-    for folder, below, files in os.walk(root, onerror=unreadable, followlinks=True):
+    for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
         real = os.path.realpath(folder)
         if real in seen:
-            below.clear()
+            folders.clear()
             continue
         seen.add(real)
-        below[:] = sorted(n for n in below if n not in skip and n[0] != ".")
-        kept = (Path(folder, n) for n in files if n[0] != ".")
-        names += [path.relative_to(root).as_posix() for path in kept if is_file(path)]
+        folders[:] = sorted(n for n in folders if n not in skip and n[0] != ".")
+        paths = (Path(folder, n) for n in files if n[0] != ".")
+        names += [path.relative_to(root).as_posix() for path in paths if is_file(path)]
     return sorted(names)
 
 
@@ -146,10 +146,10 @@ CONTROLS = frozenset(range(32)) - frozenset(b"\t\n\v\f\r\x1a\x1b\b") | {0x7F}
 def kind_of(head: bytes, name: str) -> Kind | None:
     """Return the kind of a file, recognised by its first `HEAD` bytes and its name; None for text."""
     is_wrong = not _is_utf8(head, whole=False)
-    for begin in BEGINNINGS:
-        surely = len(begin.data) > 4
-        if head.startswith(begin.data) and (surely or is_wrong or b"\0" in head):
-            return begin
+    for kind in BEGINNINGS:
+        is_long = len(kind.data) > 4
+        if head.startswith(kind.data) and (is_long or is_wrong or b"\0" in head):
+            return kind
     if 2 <= int.from_bytes(head[:8], "little") < 1 << 28 and head[8:9] == b"{":  # a JSON header's length
         return Kind("a safetensors model", MODEL)
     if b"\0" in head or (is_wrong and sum(byte in CONTROLS for byte in head) > 0.05 * len(head)):
@@ -166,11 +166,11 @@ def _has_objects(head: bytes, name: str) -> bool:
     if not head.startswith(b"{"):
         return False
     by_name = name.lower().endswith(LINES)
-    whole = [line for line in head.split(b"\n")[:-1] if line.strip()][:2]
-    if len(whole) < 2 - by_name:
+    lines = [line for line in head.split(b"\n")[:-1] if line.strip()][:2]
+    if len(lines) < 2 - by_name:
         return by_name
     try:
-        return all(isinstance(json.loads(line), dict) for line in whole)
+        return all(isinstance(json.loads(line), dict) for line in lines)
     except (ValueError, RecursionError):
         return False
 
@@ -204,16 +204,16 @@ class TextFilter:
         kind = kind_of(head, name) if self._named else BINARY if b"\0" in head else None
         if kind is None:
             return True
-        about = f"{shown(name, 60)}: {kind.name}"
+        note = f"{shown(name, 60)}: {kind.name}"
         if os.path.realpath(path) not in self._named:
-            self.out.append(about)
+            self.out.append(note)
             return False
         if not self._any_bytes:
             raise UsageError(
                 f"{self._flag} {shown(path)} looks like {kind.name}, not text: {kind.remedy} (or train on "
                 "its raw bytes with --tokenizer byte)"
             )
-        self.taken.append(about)
+        self.taken.append(note)
         return True
 
     def read(self, name: str, data: bytes) -> None:
@@ -223,7 +223,7 @@ class TextFilter:
 
     def notes(self) -> Iterator[str]:
         """Yield a line for each list of files that is not empty: the number of files, and some names."""
-        for found, text in (
+        for names, text in (
             (self.out, "skipped files that are not text: {}"),
             (self.taken, "files that are not text, read as raw bytes (--tokenizer byte): {}"),
             (
@@ -231,6 +231,6 @@ class TextFilter:
                 "text that is not UTF-8: {}; convert it with iconv -f ENCODING -t UTF-8",
             ),
         ):
-            if found:
-                more = ", ..." if len(found) > 3 else ""
-                yield text.format(f"{len(found):,} ({', '.join(found[:3])}{more})")
+            if names:
+                dots = ", ..." if len(names) > 3 else ""
+                yield text.format(f"{len(names):,} ({', '.join(names[:3])}{dots})")

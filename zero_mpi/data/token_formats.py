@@ -55,17 +55,17 @@ class TokenLayout(NamedTuple):
 
 def exactly(file: FileIO, count: int) -> bytes:
     """Return the next `count` bytes of a file. Raise ValueError if fewer follow."""
-    data = file.read(count)
-    if len(data or b"") != count:
+    raw = file.read(count)
+    if len(raw or b"") != count:
         raise ValueError(f"expected {count} more bytes, found the end of the file")
-    return data
+    return raw
 
 
 def check_length(file: FileIO, expected: int) -> None:
     """Raise ValueError for a file whose length differs from `expected`, the length that its header gives."""
-    found = os.fstat(file.fileno()).st_size
-    if found != expected:
-        raise ValueError(f"expected {expected} bytes, as its header says, found {found}")
+    size = os.fstat(file.fileno()).st_size
+    if size != expected:
+        raise ValueError(f"expected {expected} bytes, as its header says, found {size}")
 
 
 def is_llm_c(path: Path) -> bool:
@@ -82,8 +82,8 @@ def llm_c_layout(path: Path, file: FileIO) -> TokenLayout:
     magic, version, count = np.frombuffer(exactly(file, LLM_C_HEADER), "<i4", 3).tolist()
     dtype = LLM_C.get((magic, version))
     if dtype is None or count < 0:
-        known = " or ".join(f"{magic} version {version}" for magic, version in LLM_C)
-        raise ValueError(f"expected llm.c's {known}, found {magic} version {version} with {count} ids")
+        formats = " or ".join(f"{magic} version {version}" for magic, version in LLM_C)
+        raise ValueError(f"expected llm.c's {formats}, found {magic} version {version} with {count} ids")
     check_length(file, LLM_C_HEADER + count * dtype.itemsize)
     return TokenLayout([(LLM_C_HEADER, count)], dtype)
 
@@ -106,8 +106,8 @@ def megatron_layout(path: Path, file: FileIO) -> TokenLayout:
             raise ValueError(f"expected Megatron's index, version 1, found {head[:9]!r}, version {version}")
         dtype = MEGATRON_TYPES.get(code)
         if dtype is None:
-            found = MEGATRON_NAMES.get(code, f"type {code}")
-            raise ValueError(f"expected ids of 2, 4 or 8 bytes, found {found} in its index")
+            kind = MEGATRON_NAMES.get(code, f"type {code}")
+            raise ValueError(f"expected ids of 2, 4 or 8 bytes, found {kind} in its index")
         check_length(index, MEGATRON_HEAD + 12 * sequences + 8 * documents)
         count = 0
         for first in range(0, sequences, BLOCK):  # block by block, because a sparse file may claim any number
@@ -138,7 +138,7 @@ def megatron_dtype(vocab: int) -> np.dtype[Any]:
 
 def megatron_index(sizes: NDArray[np.int32], dtype: np.dtype[Any]) -> bytes:
     """Return the index of a file whose documents have these sizes (D,). Each document is one sequence."""
-    code = next(code for code, known in MEGATRON_TYPES.items() if known == dtype)
+    code = next(code for code, kind in MEGATRON_TYPES.items() if kind == dtype)
     count, places = len(sizes), (np.cumsum(sizes, dtype=np.int64) - sizes) * dtype.itemsize
     head = MEGATRON + (1).to_bytes(8, "little") + bytes([code])
     head += np.array([count, count + 1], "<u8").tobytes()
@@ -152,11 +152,11 @@ def npy_layout(path: Path, file: FileIO) -> TokenLayout:
         with warnings.catch_warnings(action="ignore"):  # headers by Python 2 are valid but cause warnings
             shape, _, dtype = NPY_HEADERS[npy.read_magic(file)](file)
     except Exception as error:  # an invalid header may raise any exception
-        why = shown(str(error).partition("\n")[0] or type(error).__name__, 80)
-        raise ValueError(f"expected the header of an array of numbers: {why}") from None
+        reason = shown(str(error).partition("\n")[0] or type(error).__name__, 80)
+        raise ValueError(f"expected the header of an array of numbers: {reason}") from None
     if dtype not in (np.dtype("<u2"), np.dtype("<u4")) or len(shape) != 1:
-        found = f"found {shown(dtype.name if dtype.isnative else dtype.str)} of shape {shown(shape)}"
-        raise UsageError(f"{path}: expected a 1-D array of uint16 or uint32 ids, {found}")
+        problem = f"found {shown(dtype.name if dtype.isnative else dtype.str)} of shape {shown(shape)}"
+        raise UsageError(f"{path}: expected a 1-D array of uint16 or uint32 ids, {problem}")
     check_length(file, file.tell() + shape[0] * dtype.itemsize)
     return TokenLayout([(file.tell(), shape[0])], dtype)
 
@@ -188,8 +188,8 @@ def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
     except library.lib.ArrowException as error:
         raise ValueError(shown(str(error), 200)) from None
     if len(kinds) != 1 or not kinds <= {*ARROW_KINDS}:
-        found = ", ".join(sorted(kinds)) or "no rows"
-        raise ValueError(f"expected ids of one type, {', '.join(ARROW_KINDS)}, found {found}")
+        types = ", ".join(sorted(kinds)) or "no rows"
+        raise ValueError(f"expected ids of one type, {', '.join(ARROW_KINDS)}, found {types}")
     return TokenLayout(runs, np.dtype(kinds.pop()).newbyteorder("<"), np.concatenate(ends))
 
 
@@ -232,7 +232,7 @@ FORMATS = (
 
 
 def format_of(name: str, path: Path) -> TokenFormat | None:
-    return next((each for each in FORMATS if each.known(name, path)), None)
+    return next((row for row in FORMATS if row.known(name, path)), None)
 
 
 def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
@@ -241,9 +241,9 @@ def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
     Raises UsageError if only some of the files are token files.
     """
     tokens = [file for file in files if format_of(*file) is not None]
-    known = {path for _, path in tokens}
-    known |= {path.with_suffix(".idx") for path in known if path.suffix == ".bin"}
-    texts = [path for _, path in files if path not in known and path.name not in (MANIFEST, TOKENIZER)]
+    paths = {path for _, path in tokens}
+    paths |= {path.with_suffix(".idx") for path in paths if path.suffix == ".bin"}
+    texts = [path for _, path in files if path not in paths and path.name not in (MANIFEST, TOKENIZER)]
     if tokens and texts:
         raise UsageError(
             f"--data takes text or token files, not both: {tokens[0][1]} is one, {texts[0]} is not"
@@ -262,11 +262,11 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
     The digest is the sha256 of a file of at most `WHOLE` bytes. For a larger file it is
     `TokenSpans.sampled_digest`, and the ids between the samples are checked when they are read.
     """
-    found = format_of(name, path)
-    assert found is not None, "the caller has checked that it is a token file"
+    token_format = format_of(name, path)
+    assert token_format is not None, "the caller has checked that it is a token file"
     try:
         with open_file(path, "a token file") as file:
-            layout = found.layout(path, file)
+            layout = token_format.layout(path, file)
             real, length = os.path.abspath(os.fsdecode(file.name)), os.fstat(file.fileno()).st_size
             runs = [FileSpan(real, start, count, layout.dtype, length) for start, count in layout.runs]
             spans = TokenSpans(runs, vocab)
@@ -282,8 +282,8 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
     except JobError as error:  # the job has not started yet, so this is a UsageError
         raise UsageError(str(error)) from None
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read {path} as a token file: {why}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read {path} as a token file: {reason}") from error
     if layout.ends is None:
         return Document(name, spans, digest)
     ends = layout.ends[np.diff(layout.ends, prepend=0) > 0]

@@ -43,17 +43,17 @@ class AnswerFinder:
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
         self._tools = conversation.tools
-        by_speaker = dict[object, list[int]]()  # turns, keyed by the role of the message before them
+        by_role = dict[object, list[int]]()  # turns, keyed by the role of the message before them
         for turn in [] if self.template.marks else turns:
-            by_speaker.setdefault(messages[turn - 1]["role"] if turn else None, []).append(turn)
-        firsts = [speaking[0] for speaking in by_speaker.values()]
-        whole = self.template.render(messages, tools=self._tools, prompts=firsts)
+            by_role.setdefault(messages[turn - 1]["role"] if turn else None, []).append(turn)
+        firsts = [group[0] for group in by_role.values()]
+        rendered = self.template.render(messages, tools=self._tools, prompts=firsts)
         if not turns:
-            return whole.text, []
+            return rendered.text, []
         if self.template.marks:
-            return whole.text, self._marked(whole, messages, turns)
-        spans = self._by_loop(whole, messages, by_speaker) or self._by_renders(whole, messages, turns)
-        return whole.text, [span for turn in turns if (span := spans[turn]) is not None]
+            return rendered.text, self._marked(rendered, messages, turns)
+        spans = self._by_loop(rendered, messages, by_role) or self._by_renders(rendered, messages, turns)
+        return rendered.text, [span for turn in turns if (span := spans[turn]) is not None]
 
     def reads_tools(self, conversation: Conversation, text: str) -> bool:
         """Return whether a conversation's text depends on its tools."""
@@ -62,68 +62,68 @@ class AnswerFinder:
         except ValueError:  # the template fails without the tools
             return True
 
-    def _marked(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
+    def _marked(self, rendered: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
         """Return the spans that the template marks in these turns. Raise ValueError if that is ambiguous."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
-        if len(turns) == len(answers) or not whole.marked:
-            return whole.marked
-        places = segments(whole)
+        if len(turns) == len(answers) or not rendered.marked:
+            return rendered.marked
+        places = segments(rendered)
         if places.keys() >= set(answers):
-            inside = [places[n] for n in turns]
-            return [mark for mark in whole.marked if any(start <= mark[0] < stop for start, stop in inside)]
-        if len(whole.marked) == len(answers):
-            return [mark for n, mark in zip(answers, whole.marked, strict=True) if n in turns]
+            spans = [places[n] for n in turns]
+            return [mark for mark in rendered.marked if any(start <= mark[0] < stop for start, stop in spans)]
+        if len(rendered.marked) == len(answers):
+            return [mark for n, mark in zip(answers, rendered.marked, strict=True) if n in turns]
         raise ValueError(
             "the chat template: expected a {% generation %} block around each answer, because some "
             "answers are not trained on"
         )
 
-    def _by_loop(self, whole: RenderedText, messages: Messages, by_speaker: dict[object, list[int]]) -> Spans:
+    def _by_loop(self, rendered: RenderedText, messages: Messages, by_role: dict[object, list[int]]) -> Spans:
         """Return each turn's answer, found by the messages' positions; {} if a turn's position is unknown."""
-        places, spans = segments(whole), Spans()
-        turns = {turn for speaking in by_speaker.values() for turn in speaking}
+        places, spans = segments(rendered), Spans()
+        turns = {turn for group in by_role.values() for turn in group}
         if not places.keys() >= turns:
             return {}
-        for speaking in by_speaker.values():
-            first, last = speaking[0], speaking[-1]
-            before = whole.before[first]
-            if before is None or not whole.text.startswith(before):
+        for group in by_role.values():
+            first, last = group[0], group[-1]
+            prefix = rendered.before[first]
+            if prefix is None or not rendered.text.startswith(prefix):
                 first = last  # the text before turn `last` is rendered below, without later messages
-                before = self._text(messages[:last], generation_prompt=True)
-            if before is None or not whole.text.startswith(before):
+                prefix = self._text(messages[:last], generation_prompt=True)
+            if prefix is None or not rendered.text.startswith(prefix):
                 continue
-            lead, size = before[places[first][0] :], len(before) - places[first][0]
-            for turn in speaking:
+            lead, size = prefix[places[first][0] :], len(prefix) - places[first][0]
+            for turn in group:
                 start, stop = places[turn]
-                if whole.text.startswith(lead, start, stop):
-                    start += size  # `size` is negative if `before` ends before the message begins
-                    spans[turn] = start, self._end_of_turn(whole.text, start, stop)
+                if rendered.text.startswith(lead, start, stop):
+                    start += size  # `size` is negative if `prefix` ends before the message begins
+                    spans[turn] = start, self._end_of_turn(rendered.text, start, stop)
         if rest := turns - spans.keys():
-            other = self._instead(whole, messages, rest)
-            others = segments(other)
-            if not others.keys() >= rest:
+            variant = self._instead(rendered, messages, rest)
+            variant_places = segments(variant)
+            if not variant_places.keys() >= rest:
                 return {}
             for turn in rest:
-                spans[turn] = self._differing(whole.text, places[turn], other.text, others[turn])
+                spans[turn] = self._differing(rendered.text, places[turn], variant.text, variant_places[turn])
         return spans
 
-    def _by_renders(self, whole: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
+    def _by_renders(self, rendered: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
         """Return each turn's answer, found by rendering the conversation for each turn."""
         if len(turns) > MOST_TURNS:
             raise ValueError(
                 f"expected at most {MOST_TURNS} answers, found {len(turns)}: the chat template has no loop "
                 "over messages; mark its answers with {% generation %}"
             )
-        text, spans = whole.text, Spans()
+        text, spans = rendered.text, Spans()
         for turn in turns:
-            before, known = self._text(messages[:turn], True), self._text(messages[: turn + 1])
-            if before is not None and known is not None and known.startswith(before):
-                stop = self._end_of_turn(known, len(before), len(known))
-                if text.startswith(known[:stop]):
-                    spans[turn] = len(before), stop
+            prefix, partial = self._text(messages[:turn], True), self._text(messages[: turn + 1])
+            if prefix is not None and partial is not None and partial.startswith(prefix):
+                stop = self._end_of_turn(partial, len(prefix), len(partial))
+                if text.startswith(partial[:stop]):
+                    spans[turn] = len(prefix), stop
                     continue
-            other = self._instead(whole, messages, {turn}).text
-            spans[turn] = self._differing(text, (0, len(text)), other, (0, len(other)))
+            variant = self._instead(rendered, messages, {turn}).text
+            spans[turn] = self._differing(text, (0, len(text)), variant, (0, len(variant)))
         return spans
 
     def _text(self, messages: Messages, generation_prompt: bool = False) -> str | None:
@@ -133,48 +133,48 @@ class AnswerFinder:
         except ValueError:
             return None
 
-    def _instead(self, whole: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
+    def _instead(self, rendered: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
         """Render the messages; a character that the text lacks replaces the content of `turns`."""
-        letters = set(whole.text)
-        other = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
+        letters = set(rendered.text)
+        filler = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
         calls = ("tool_calls", "function_call")
-        plain = [{key: each for key, each in message.items() if key not in calls} for message in messages]
-        instead = [plain[n] | other if n in turns else m for n, m in enumerate(messages)]
-        return self.template.render(instead, tools=self._tools)
+        plain = [{key: field for key, field in message.items() if key not in calls} for message in messages]
+        variant = [plain[n] | filler if n in turns else m for n, m in enumerate(messages)]
+        return self.template.render(variant, tools=self._tools)
 
     def _end_of_turn(self, text: str, start: int, at: int) -> int:
         """Return where the turn text[start:at] ends: after the first of the end-of-turn tokens at its end."""
-        found = None
+        place = None
         while True:
             while at > start and text[at - 1].isspace():
                 at -= 1
             end = next((end for end in self._ends if text.endswith(end, start, at)), None)
             if end is None:
-                return at if found is None else found
-            found, at = at, at - len(end)
+                return at if place is None else place
+            place, at = at, at - len(end)
 
-    def _differing(self, text: str, place: Span, other: str, other_place: Span) -> Span | None:
-        """Return where `text` differs from `other`, with the end of turn after it; None if they are equal."""
-        here, instead = text[slice(*place)], other[slice(*other_place)]
-        if here == instead:
+    def _differing(self, text: str, place: Span, variant: str, variant_place: Span) -> Span | None:
+        """Return where `text` differs from `variant`, with the end of turn after it; None if it does not."""
+        segment, replacement = text[slice(*place)], variant[slice(*variant_place)]
+        if segment == replacement:
             return None
-        start = common(here, instead)
-        stop = place[1] - common(here[start:][::-1], instead[start:][::-1])
-        behind = BLANKS.match(text, stop).end()  # type: ignore[union-attr]  # BLANKS always matches
+        start = common(segment, replacement)
+        stop = place[1] - common(segment[start:][::-1], replacement[start:][::-1])
+        tail = BLANKS.match(text, stop).end()  # type: ignore[union-attr]  # BLANKS always matches
         ends = (*self._ends, self._closing)
-        end = next((end for end in ends if text.startswith(end, behind)), "")
-        return place[0] + start, behind + len(end) if end else stop
+        end = next((end for end in ends if text.startswith(end, tail)), "")
+        return place[0] + start, tail + len(end) if end else stop
 
     @cached_property
     def _closing(self) -> str:
         """First line that the template writes after an answer; it need not be a token."""
         answer = "\ue000"
-        said = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
+        messages = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
         try:
-            behind = self.template.render(said).text.partition(answer)[2]
+            tail = self.template.render(messages).text.partition(answer)[2]
         except ValueError:
             return ""
-        return behind.strip().partition("\n")[0].rstrip()
+        return tail.strip().partition("\n")[0].rstrip()
 
 
 def segments(rendered: RenderedText) -> dict[int, Span]:

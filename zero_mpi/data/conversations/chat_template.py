@@ -88,13 +88,13 @@ class CallForm(NamedTuple):
             return call | {"function": self._call(call["function"])}
         if "arguments" not in call or self.text == self.objects:
             return call
-        value = call["arguments"]
-        if isinstance(value, str) is self.text:
+        arguments = call["arguments"]
+        if isinstance(arguments, str) is self.text:
             return call
         if self.text:
-            return call | {"arguments": json.dumps(value, ensure_ascii=False)}
+            return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
         try:
-            return call | {"arguments": parse_json(value)}
+            return call | {"arguments": parse_json(arguments)}
         except ValueError:
             return call
 
@@ -132,7 +132,7 @@ class ChatTemplate:
         Raises ValueError with a message of one line if the template fails for any reason.
         """
         with self.sharing_time():
-            fitted = [self._fitted(each) for each in messages]
+            fitted = [self._fitted(message) for message in messages]
             return self._rendered(fitted, generation_prompt, tools, prompts)
 
     @contextmanager
@@ -175,8 +175,8 @@ class ChatTemplate:
         function = {"name": "f", "arguments": arguments}
         call = {"id": "call12345", "type": "function", "function": function}  # Mistral needs nine characters
         answer = {"role": "assistant", "content": content, "tool_calls": [call]}
-        found = self._tried([{"role": "user", "content": "a"}, answer], tools)
-        return all(text in found for text in texts)
+        rendered = self._tried([{"role": "user", "content": "a"}, answer], tools)
+        return all(text in rendered for text in texts)
 
     @cached_property
     def _takes_text(self) -> bool:
@@ -188,9 +188,9 @@ class ChatTemplate:
 
     def _shows(self, content: Any, *texts: str) -> bool:
         """Return whether the template prints the `texts` of the content, and not the list that holds them."""
-        found = self._tried([{"role": "user", "content": content}], None)
-        as_list = any(f"{q}text{q}: {q}\ue000" in found for q in "'\"")
-        return all(text in found for text in texts) and not as_list
+        rendered = self._tried([{"role": "user", "content": content}], None)
+        as_list = any(f"{q}text{q}: {q}\ue000" in rendered for q in "'\"")
+        return all(text in rendered for text in texts) and not as_list
 
     def _tried(self, messages: list[Message], tools: Tools) -> str:
         """Return the text of messages; empty if the template rejects them."""
@@ -206,14 +206,14 @@ class ChatTemplate:
         variables |= {"messages": messages, "add_generation_prompt": generation_prompt}
         if self._process.returncode is not None:
             self._process = self._started()
-        found = self._ask(self._process, variables | {"prompts": list(prompts)})
-        before = [None if text is None else text.decode() for text in found["before"]]
-        text: str = found["text"].decode()
-        return RenderedText(text, found["marked"], found["begins"], dict(zip(prompts, before, strict=True)))
+        reply = self._ask(self._process, variables | {"prompts": list(prompts)})
+        before = [None if text is None else text.decode() for text in reply["before"]]
+        text: str = reply["text"].decode()
+        return RenderedText(text, reply["marked"], reply["begins"], dict(zip(prompts, before, strict=True)))
 
     def _started(self) -> subprocess.Popen[bytes]:
-        words, pipe = [sys.executable, "-P", PROGRAM], subprocess.PIPE
-        process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        command, pipe = [sys.executable, "-P", PROGRAM], subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
         weakref.finalize(self, ended, process)
         self._ask(process, {"source": self._source, "day": self._day})
         return process
@@ -226,22 +226,22 @@ class ChatTemplate:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            data = marshal.dumps(request | {"seconds": self._left})
-            process.stdin.write(len(data).to_bytes(8, "little") + data)
+            payload = marshal.dumps(request | {"seconds": self._left})
+            process.stdin.write(len(payload).to_bytes(8, "little") + payload)
             process.stdin.flush()
             size = int.from_bytes(process.stdout.read(8), "little")
-            found: dict[str, Any] = marshal.loads(process.stdout.read(size))
+            reply: dict[str, Any] = marshal.loads(process.stdout.read(size))
         except BaseException as error:
             status, self._left = ended(process), 0.0  # else the next request would get this answer
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
-            late = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
-            why = late if status == -signal.SIGPROF else f"its process ended with status {status}"
-            raise EndlessTemplate(f"the chat template: {why}") from None
-        self._left = found["left"]
-        if "error" in found:
-            raise ValueError(f"the chat template: {shown(found['error'])}")
-        return found
+            timeout = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
+            reason = timeout if status == -signal.SIGPROF else f"its process ended with status {status}"
+            raise EndlessTemplate(f"the chat template: {reason}") from None
+        self._left = reply["left"]
+        if "error" in reply:
+            raise ValueError(f"the chat template: {shown(reply['error'])}")
+        return reply
 
 
 def parts_of(*texts: str) -> list[Message]:
@@ -267,7 +267,7 @@ def template_of(
     if source is None:
         raise UsageError(f"the tokenizer has no chat template: {REMEDY}")
     tokens = keys.texts(TOKENS) or []
-    ids = {theirs: keys.token_id(ours, len(tokens)) for ours, theirs in NAMES.items()}
+    ids = {hf: keys.token_id(gguf, len(tokens)) for gguf, hf in NAMES.items()}
     special = {f"{name}_token": tokens[place] for name, place in ids.items() if place is not None}
     return ChatTemplate(source, special, inputs)
 

@@ -112,14 +112,14 @@ Sides = tuple[Conversation | None, Conversation | None]
 
 def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
     """Return whether all files hold conversations; raises UsageError if only some do or one is unreadable."""
-    found = [holds_conversations(path) for _, path in files]
-    if any(found) and not all(found):
-        one, other = (shown(files[found.index(kind)][1]) for kind in (True, False))
+    kinds = [holds_conversations(path) for _, path in files]
+    if any(kinds) and not all(kinds):
+        one, other = (shown(files[kinds.index(kind)][1]) for kind in (True, False))
         raise UsageError(
             f"--data takes conversations or other data, not both: {one} has conversations, {other} does not: "
             "use files of one kind"
         )
-    return any(found)
+    return any(kinds)
 
 
 def holds_pairs(path: Path, labels: bool = False) -> bool:
@@ -163,13 +163,13 @@ def read_conversations(
     names the file, the line, what was expected and what was found. `parse` replaces `one_conversation`.
     """
 
-    def one(number: int, value: Any) -> T:
-        return make((parse or one_conversation)(f"{name}:{number}", value))
+    def one(number: int, row: Any) -> T:
+        return make((parse or one_conversation)(f"{name}:{number}", row))
 
     def fail(number: int, error: ValueError) -> None:
         if bad is None:
-            where = f"--data {shown(path)}, {kind} {number}"
-            raise FileError(f"{where}: {error}; --skip-bad skips such rows") from None
+            place = f"--data {shown(path)}, {kind} {number}"
+            raise FileError(f"{place}: {error}; --skip-bad skips such rows") from None
         bad.add(name, number, error)
 
     with prefixed("--data"):
@@ -177,23 +177,23 @@ def read_conversations(
     return each_line(path, "--data", one, rows, fail)
 
 
-def one_conversation(name: str, value: Any) -> Conversation:
+def one_conversation(name: str, row: Any) -> Conversation:
     """Return the conversation of a line. Raise ValueError if the line is not a conversation."""
-    value = _row(value, EXPECTED)
-    filled = {key for key, each in value.items() if each != []}
-    forms = (read for there in (filled, value) for keys, read in FORMS if all(key in there for key in keys))
-    read = next(forms, None)
-    if read is None:
-        raise ValueError(f"{EXPECTED}, found {_keys_of(value)}")
-    earlier, messages = read(value)
+    row = _row(row, EXPECTED)
+    filled = {key for key, field in row.items() if field != []}
+    forms = (form for names in (filled, row) for keys, form in FORMS if all(key in names for key in keys))
+    form = next(forms, None)
+    if form is None:
+        raise ValueError(f"{EXPECTED}, found {_keys_of(row)}")
+    earlier, messages = form(row)
     if not messages:
         raise ValueError("expected at least one message, found none")
     everything = (*earlier, *messages)
     silent = frozenset(place for place, message in enumerate(everything) if not _is_trained(message))
-    return Conversation(name, everything, len(earlier), silent, _tools(value.get("tools")))
+    return Conversation(name, everything, len(earlier), silent, _tools(row.get("tools")))
 
 
-def one_pair(name: str, value: Any, labels: bool) -> Sides:
+def one_pair(name: str, row: Any, labels: bool) -> Sides:
     """Return the better and the worse conversation of a line; a line with a label has only one of them.
 
     The loss counts only the answers, which follow the prompt. Raises ValueError for any other line.
@@ -201,38 +201,38 @@ def one_pair(name: str, value: Any, labels: bool) -> Sides:
     expected = (
         "expected an object with chosen and rejected" + ", or with prompt, completion and label" * labels
     )
-    value = _row(value, expected)
-    tools = _tools(value.get("tools"))
+    row = _row(row, expected)
+    tools = _tools(row.get("tools"))
 
     def side(key: str, earlier: list[Message], answer: list[Message]) -> Conversation:
-        found = Conversation(f"{name} {key}", (*earlier, *answer), len(earlier), tools=tools)
-        if not found.turns:
+        conversation = Conversation(f"{name} {key}", (*earlier, *answer), len(earlier), tools=tools)
+        if not conversation.turns:
             raise ValueError(f"{key}: expected an answer of the assistant, found none")
-        return found
+        return conversation
 
-    if all(key in value for key in PAIR):
-        earlier, *answers = _prompt_and_answers(value)
+    if all(key in row for key in PAIR):
+        earlier, *answers = _prompt_and_answers(row)
         return side(PAIR[0], earlier, answers[0]), side(PAIR[1], earlier, answers[1])
-    if not labels or not all(key in value for key in LABELLED):
-        raise ValueError(f"{expected}, found {_keys_of(value)}")
-    if not isinstance(label := value["label"], bool):
+    if not labels or not all(key in row for key in LABELLED):
+        raise ValueError(f"{expected}, found {_keys_of(row)}")
+    if not isinstance(label := row["label"], bool):
         raise ValueError(f"label: expected true or false, found {quoted(label)}")
-    found = side("completion", *_by_prompt(value))
-    return (found, None) if label else (None, found)
+    conversation = side("completion", *_by_prompt(row))
+    return (conversation, None) if label else (None, conversation)
 
 
-def _prompt_and_answers(value: Message) -> tuple[list[Message], list[Message], list[Message]]:
+def _prompt_and_answers(row: Message) -> tuple[list[Message], list[Message], list[Message]]:
     """Return the messages of the prompt, of the better answer and of the worse answer."""
-    prompt, kinds = value.get("prompt"), {type(value[key]) for key in PAIR}
+    prompt, kinds = row.get("prompt"), {type(row[key]) for key in PAIR}
     if kinds == {list}:
-        answers = [_messages(key, value[key]) for key in PAIR]
+        answers = [_messages(key, row[key]) for key in PAIR]
         if isinstance(prompt, list):
             return _messages("prompt", prompt), answers[0], answers[1]
         at = _first_difference(*answers)  # the common beginning of the two answers is the prompt
         return answers[0][:at], answers[0][at:], answers[1][at:]
     if list in kinds:
         raise ValueError("chosen and rejected: expected texts or lists of messages, found one of each")
-    texts = [_said(ASSISTANT, value, key)["content"] for key in PAIR]
+    texts = [_said(ASSISTANT, row, key)["content"] for key in PAIR]
     if prompt is None:
         at = _first_difference(*texts)
         at -= at > 0 and texts[0][at - 1] == " "
@@ -260,8 +260,8 @@ def _row(value: Any, expected: str) -> Message:
     """Return `value` without the keys whose value is null. Raise ValueError if `value` is not an object."""
     if not isinstance(value, dict):
         raise ValueError(f"{expected}, found {quoted(value)}")
-    result: Message = _without_nulls(value)
-    return result
+    row: Message = _without_nulls(value)
+    return row
 
 
 def _without_nulls(value: Any) -> Any:
@@ -269,81 +269,81 @@ def _without_nulls(value: Any) -> Any:
         return list(map(_without_nulls, value))
     if not isinstance(value, dict):
         return value
-    return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return {key: _without_nulls(child) for key, child in value.items() if child is not None}
 
 
-def _keys_of(value: Message) -> str:
-    return ", ".join(map(show, list(value)[:5])) or "nothing"
+def _keys_of(row: Message) -> str:
+    return ", ".join(map(show, list(row)[:5])) or "nothing"
 
 
 def _is_trained(message: Message) -> bool:
     """Return whether the keys of a message let the loss count it. Raise ValueError for an invalid value."""
-    found = {key: message[key] for key in TRAINED if key in message and message["role"] == ASSISTANT}
-    for key, value in found.items():
-        if value not in (0, 1):
+    flags = {key: message[key] for key in TRAINED if key in message and message["role"] == ASSISTANT}
+    for key, flag in flags.items():
+        if flag not in (0, 1):
             expected = "0 or 1" if key == "weight" else "true or false"
-            raise ValueError(f"{key} of a message: expected {expected}, found {quoted(value)}")
-    return all(found.values())
+            raise ValueError(f"{key} of a message: expected {expected}, found {quoted(flag)}")
+    return all(flags.values())
 
 
 def _tools(value: Any) -> list[Any] | None:
     """Return the tools in `value`, a list or its JSON text; None for no tools. Raise ValueError otherwise."""
-    found = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
-    if found is not None and not isinstance(found, list):
+    tools = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
+    if tools is not None and not isinstance(tools, list):
         raise ValueError(f"tools: expected a list, or the JSON text of a list, found {quoted(value)}")
-    return found or None
+    return tools or None
 
 
-def _by_prompt(value: Message) -> tuple[list[Message], list[Message]]:
+def _by_prompt(row: Message) -> tuple[list[Message], list[Message]]:
     """Return a prompt and its completion; texts become a user message and an assistant message."""
-    kinds = {type(value[name]) for name in ("prompt", "completion")}
+    kinds = {type(row[name]) for name in ("prompt", "completion")}
     if kinds == {list}:
-        return _messages("prompt", value["prompt"]), _messages("completion", value["completion"])
+        return _messages("prompt", row["prompt"]), _messages("completion", row["completion"])
     if list in kinds:
         raise ValueError(
             "prompt and completion: expected two texts, or two lists of messages, found one of each"
         )
-    return [_said(USER, value, "prompt")], [_said(ASSISTANT, value, "completion")]
+    return [_said(USER, row, "prompt")], [_said(ASSISTANT, row, "completion")]
 
 
-def _by_instruction(value: Message) -> tuple[list[Message], list[Message]]:
+def _by_instruction(row: Message) -> tuple[list[Message], list[Message]]:
     """Return prompt and answer of Alpaca's form; an input follows the instruction after a blank line."""
-    asked = _said(USER, value, "instruction")
-    if value.get("input"):
-        asked["content"] += "\n\n" + _said(USER, value, "input")["content"]
-    return [*_by_system(value), asked], [_said(ASSISTANT, value, "output")]
+    question = _said(USER, row, "instruction")
+    if row.get("input"):
+        question["content"] += "\n\n" + _said(USER, row, "input")["content"]
+    return [*_by_system(row), question], [_said(ASSISTANT, row, "output")]
 
 
-def _by_speakers(value: Message) -> tuple[list[Message], list[Message]]:
+def _by_speakers(row: Message) -> tuple[list[Message], list[Message]]:
     """Return an empty prompt, and the messages of ShareGPT's form."""
-    found = []
-    for place, turn in enumerate(_listed("conversations", value["conversations"])):
-        where = f"conversations[{place}]"
+    messages = []
+    for place, turn in enumerate(_listed("conversations", row["conversations"])):
+        label = f"conversations[{place}]"
         if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
-            raise ValueError(f"{where}: expected an object with from and value, found {quoted(turn)}")
-        kept = {key: turn[key] for key in TRAINED if key in turn}
-        found.append(
-            _message(where, {"role": turn["from"], "content": turn["value"], **kept}, "from", "value")
+            raise ValueError(f"{label}: expected an object with from and value, found {quoted(turn)}")
+        weights = {key: turn[key] for key in TRAINED if key in turn}
+        messages.append(
+            _message(label, {"role": turn["from"], "content": turn["value"], **weights}, "from", "value")
         )
-    return [], [*_by_system(value), *found]
+    return [], [*_by_system(row), *messages]
 
 
 FORMS: tuple[tuple[tuple[str, ...], Callable[[Message], tuple[list[Message], list[Message]]]], ...] = (
-    (("messages",), lambda value: ([], _messages("messages", value["messages"]))),  # OpenAI's form
+    (("messages",), lambda row: ([], _messages("messages", row["messages"]))),  # OpenAI's form
     (("conversations",), _by_speakers),
     (("prompt", "completion"), _by_prompt),
     (("instruction", "output"), _by_instruction),
 )
 
 
-def _by_system(value: Message) -> list[Message]:
-    return [_said(SYSTEM, value, "system")] if value.get("system") else []
+def _by_system(row: Message) -> list[Message]:
+    return [_said(SYSTEM, row, "system")] if row.get("system") else []
 
 
-def _said(role: str, value: Message, key: str) -> Message:
-    if not is_text(value[key]):
-        raise ValueError(f"{key}: expected a text, found {quoted(value[key])}")
-    return {"role": role, "content": value[key]}
+def _said(role: str, row: Message, key: str) -> Message:
+    if not is_text(row[key]):
+        raise ValueError(f"{key}: expected a text, found {quoted(row[key])}")
+    return {"role": role, "content": row[key]}
 
 
 def _listed(key: str, value: Any) -> list[Any]:
@@ -353,26 +353,26 @@ def _listed(key: str, value: Any) -> list[Any]:
 
 
 def _messages(key: str, value: Any) -> list[Message]:
-    return [_message(f"{key}[{place}]", each) for place, each in enumerate(_listed(key, value))]
+    return [_message(f"{key}[{place}]", message) for place, message in enumerate(_listed(key, value))]
 
 
-def _message(where: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
+def _message(label: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
     """Return a message; it may lack content if it calls tools. `of_role`, `of_content`: keys in errors."""
     if not isinstance(value, dict) or "role" not in value:
-        raise ValueError(f"{where}: expected an object with role and content, found {quoted(value)}")
+        raise ValueError(f"{label}: expected an object with role and content, found {quoted(value)}")
     name, content = str(value["role"]).lower(), value.get("content")
-    kept: Message = {key: each for key, each in value.items() if each != []}
+    message: Message = {key: field for key, field in value.items() if field != []}
     if name in CALLERS:
-        kept["tool_calls"], name, content = _calls(f"{where}: {of_content}", content), ASSISTANT, ""
+        message["tool_calls"], name, content = _calls(f"{label}: {of_content}", content), ASSISTANT, ""
     if name not in SPEAKERS:
         names = ", ".join(SPEAKERS)
-        raise ValueError(f"{where}: {of_role}: expected one of {names}, found {quoted(value['role'])}")
-    kept["role"] = SPEAKERS[name]
-    if kept["role"] == ASSISTANT and isinstance(kept.get("function_call"), dict):
-        kept.setdefault("tool_calls", [{"type": "function", "function": kept["function_call"]}])
-    if (thoughts := next((kept[key] for key in THOUGHTS if key in kept), None)) is not None:
-        kept = {THOUGHTS[1]: thoughts, **kept, THOUGHTS[0]: thoughts}  # as Transformers does
-    if content is None and kept["role"] == ASSISTANT and {"tool_calls", "function_call"} & value.keys():
+        raise ValueError(f"{label}: {of_role}: expected one of {names}, found {quoted(value['role'])}")
+    message["role"] = SPEAKERS[name]
+    if message["role"] == ASSISTANT and isinstance(message.get("function_call"), dict):
+        message.setdefault("tool_calls", [{"type": "function", "function": message["function_call"]}])
+    if (thoughts := next((message[key] for key in THOUGHTS if key in message), None)) is not None:
+        message = {THOUGHTS[1]: thoughts, **message, THOUGHTS[0]: thoughts}  # as Transformers does
+    if content is None and message["role"] == ASSISTANT and {"tool_calls", "function_call"} & value.keys():
         content = ""
     is_list = isinstance(content, list)
     parts: Any = content if is_list else [content]
@@ -380,19 +380,19 @@ def _message(where: str, value: Any, of_role: str = "role", of_content: str = "c
         text = part.get("text") if is_list and isinstance(part, dict) and part.get("type") == "text" else None
         if not is_text(text if is_list else part):
             raise ValueError(
-                f"{where}: {of_content}: expected a text, or parts such as "
+                f"{label}: {of_content}: expected a text, or parts such as "
                 f'{{"type": "text", "text": "..."}}, found {quoted(part)}'
             )
-    return kept | {"content": content}
+    return message | {"content": content}
 
 
-def _calls(where: str, value: Any) -> list[Message]:
+def _calls(label: str, value: Any) -> list[Message]:
     """Return the tool calls in a JSON text: a call or a list. Raise ValueError for any other value."""
     try:
-        found = parse_json(value) if is_text(value) else value
+        content = parse_json(value) if is_text(value) else value
     except ValueError:
-        found = None
-    calls: list[Any] = found if isinstance(found, list) else [found]
+        content = None
+    calls: list[Any] = content if isinstance(content, list) else [content]
     if not calls or not all(isinstance(call, dict) and is_text(call.get("name")) for call in calls):
-        raise ValueError(f"{where}: expected a call as JSON with name and arguments, found {quoted(value)}")
+        raise ValueError(f"{label}: expected a call as JSON with name and arguments, found {quoted(value)}")
     return [{"type": "function", "function": call} for call in calls]

@@ -26,9 +26,9 @@ ROWS = 64  # rows of a table that are converted together
 COLUMN = "input_ids"  # column of token ids
 
 
-def pyarrow(what: str = "Arrow files") -> Any:
-    """Return the package pyarrow, which `what` needs. If it is missing, UsageError says how to install it."""
-    return import_optional(what, "arrow", "pyarrow", "pyarrow.ipc")[0]
+def pyarrow(user: str = "Arrow files") -> Any:
+    """Return the package pyarrow, which `user` needs. If it is missing, UsageError says how to install it."""
+    return import_optional(user, "arrow", "pyarrow", "pyarrow.ipc")[0]
 
 
 @contextmanager
@@ -48,8 +48,8 @@ def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
 def batches_of(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
     """Return columns and record batches of an Arrow file or stream. The package datasets writes both."""
     if file.read(6) == b"ARROW1":
-        found = library.ipc.open_file(file)
-        return found.schema.names, map(found.get_batch, range(found.num_record_batches))
+        reader = library.ipc.open_file(file)
+        return reader.schema.names, map(reader.get_batch, range(reader.num_record_batches))
     file.seek(0)
     stream = library.ipc.open_stream(file)
     return stream.schema.names, iter(stream)
@@ -70,8 +70,8 @@ def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
 def columns_of(path: Path) -> list[str]:
     """Return a table's columns that conversations may use; an Arrow file of tokens has none of them."""
     is_arrow = suffix_of(path) == ARROW
-    with open_table(path, TABLES[suffix_of(path)]) as found:
-        names = found[0] if is_arrow else found.schema_arrow.names
+    with open_table(path, TABLES[suffix_of(path)]) as table:
+        names = table[0] if is_arrow else table.schema_arrow.names
     return [name for name in names if name in COLUMNS | EXTRA_COLUMNS and not (is_arrow and COLUMN in names)]
 
 
@@ -84,9 +84,9 @@ def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
 
 def _table(path: Path) -> Iterator[Any]:
     suffix, columns = suffix_of(path), columns_of(path)
-    with open_table(path, TABLES[suffix]) as found:
-        arrow = (each.select(columns) for each in found[1]) if suffix == ARROW else None
-        for batch in arrow or found.iter_batches(ROWS, columns=columns):
+    with open_table(path, TABLES[suffix]) as table:
+        arrow = (full.select(columns) for full in table[1]) if suffix == ARROW else None
+        for batch in arrow or table.iter_batches(ROWS, columns=columns):
             batch.validate(full=True)  # opening an Arrow file does not check its content
             for start in range(0, batch.num_rows, ROWS):
                 yield from batch.slice(start, ROWS).to_pylist()
@@ -99,11 +99,11 @@ def _document(path: Path) -> list[Any] | None:
     if len(raw) > MOST:
         raise FileError(f"{shown(path)}: expected a JSON document of at most {MOST} bytes, found more")
     try:
-        value = parse_json(raw.removeprefix(BOM), unique=True)
+        document = parse_json(raw.removeprefix(BOM), unique=True)
     except ValueError:
         return None
-    rows = value.get("data", [value]) if isinstance(value, dict) else value
-    return rows if isinstance(rows, list) else [value]
+    rows = document.get("data", [document]) if isinstance(document, dict) else document
+    return rows if isinstance(rows, list) else [document]
 
 
 def _as_json(row: Any) -> bytes:

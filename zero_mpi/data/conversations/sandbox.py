@@ -77,10 +77,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 loop.body.insert(0, nodes.ExprStmt(call).set_lineno(loop.lineno))
         return self.from_string(tree)
 
-    def begin(self, value: object) -> None:
-        """Record where the text of a message begins, if `value` is a message."""
-        if id(value) in self._places:
-            self.begins[self._places[id(value)]] = self.written
+    def begin(self, variable: object) -> None:
+        """Record where the text of a message begins, if `variable` is a message."""
+        if id(variable) in self._places:
+            self.begins[self._places[id(variable)]] = self.written
 
     def rendered(self, template: Template, variables: dict[str, Any], most: int) -> bytes:
         """Return the text of a template. Raise an error if it has more than `most` characters."""
@@ -98,14 +98,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def answer(self, template: Template, request: dict[str, Any], most: int) -> dict[str, Any]:
         """Return the text, positions in it, and the text before each of `prompts` (None if it is refused)."""
         prompts, before = request.pop("prompts"), list[bytes | None]()
-        found = {"text": self.rendered(template, request, most), "marked": self.marked, "begins": self.begins}
+        reply = {"text": self.rendered(template, request, most), "marked": self.marked, "begins": self.begins}
         for place in prompts:
             part = request | {"messages": request["messages"][:place], "add_generation_prompt": True}
             try:
                 before.append(self.rendered(template, part, most))
             except Exception:  # the template may refuse a conversation that ends here
                 before.append(None)
-        return found | {"before": before}
+        return reply | {"before": before}
 
 
 def refuse(message: object) -> NoReturn:
@@ -137,13 +137,13 @@ def main() -> None:
         try:
             if "source" in request:
                 sandbox.globals["strftime_now"] = datetime.fromisoformat(request["day"]).strftime
-                template, found = sandbox.compiled(request["source"]), {}
+                template, reply = sandbox.compiled(request["source"]), {}
             else:
-                found = sandbox.answer(template, request, LETTERS + GROWTH * size)
+                reply = sandbox.answer(template, request, LETTERS + GROWTH * size)
         except Exception as error:  # untrusted code may raise anything
-            found = {"error": error_text(error)}
-        left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
-        answer = marshal.dumps(found | {"left": left})
+            reply = {"error": error_text(error)}
+        seconds, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+        answer = marshal.dumps(reply | {"left": seconds})
         sys.stdout.buffer.write(len(answer).to_bytes(8, "little") + answer)
         sys.stdout.flush()
 

@@ -132,8 +132,8 @@ class ConversationReader:
 
         Invalid rows are added to `bad`, if it is given.
         """
-        read = (read_conversations(name, path, self.render, bad) for name, path in files)
-        yield from self._encoded(chain.from_iterable(read))
+        rows = (read_conversations(name, path, self.render, bad) for name, path in files)
+        yield from self._encoded(chain.from_iterable(rows))
 
     def read_pairs(
         self, files: Files, bad: BadRows | None = None, labels: bool = False
@@ -144,33 +144,33 @@ class ConversationReader:
             return [None if side is None else self.render(side) for side in pair]
 
         parse = partial(one_pair, labels=labels)
-        read = (read_conversations(name, path, make, bad, parse) for name, path in files)
-        pairs, rendered = tee(chain.from_iterable(read))
+        rows = (read_conversations(name, path, make, bad, parse) for name, path in files)
+        pairs, rendered = tee(chain.from_iterable(rows))
         encoded = self._encoded(side for pair in rendered for side in pair if side is not None)
         for pair in pairs:
             yield [None if side is None else next(encoded) for side in pair]
 
     def _encoded(self, rendered: Iterable[RenderedConversation]) -> Iterator[TokenizedConversation]:
-        for group in in_groups(rendered, lambda each: len(each.text), GROUP):
-            encoded = self._tokenizer.encode_with_lengths([each.text for each in group])
-            for each, (ids, lengths) in zip(group, encoded, strict=True):
-                yield self._marked(each, ids, lengths)
+        for group in in_groups(rendered, lambda row: len(row.text), GROUP):
+            encoded = self._tokenizer.encode_with_lengths([row.text for row in group])
+            for row, (ids, lengths) in zip(group, encoded, strict=True):
+                yield self._marked(row, ids, lengths)
 
     def _marked(
-        self, each: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
+        self, row: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
     ) -> TokenizedConversation:
         """Return a conversation whose answer tokens are marked. `lengths` (n,): bytes of each token.
 
         A bos in front has 0 bytes. Raises UsageError if the tokens do not cover the full text.
         """
-        ends, size = np.cumsum(lengths), len(each.text.encode())
+        ends, size = np.cumsum(lengths), len(row.text.encode())
         if lengths.sum() != size:
             raise UsageError(
-                f"--data {shown(each.name)}: expected a tokenizer with a token for every byte, found "
+                f"--data {shown(row.name)}: expected a tokenizer with a token for every byte, found "
                 f"{lengths.sum()} of {size} bytes in its tokens"
             )
         counted, begins = np.zeros(len(ids), bool), ends - lengths
-        for start, stop in in_bytes(each.text, each.spans):
+        for start, stop in in_bytes(row.text, row.spans):
             if start < stop:
                 counted[np.searchsorted(ends, start, "right") : np.searchsorted(begins, stop)] = True
         if len(with_bos(ids, self._bos)) > len(ids):
@@ -180,9 +180,9 @@ class ConversationReader:
         turns = turns[:1] if self._all else turns  # with --loss-on all, the row is a single segment
         ended = np.add.reduceat(self._is_end[ids] & counted, turns) if turns.size else turns
         bos = int(ids[:1].tolist() == [self._tokenizer.bos])
-        each.facts.update({"tokens": len(ids), "counted": int(counted.sum())}, bos=bos, turns=turns.size)
-        each.facts["endless"] = int((ended == 0).sum())
-        return TokenizedConversation(each.name, each.text, ids, counted, lengths, each.facts)
+        row.facts.update({"tokens": len(ids), "counted": int(counted.sum())}, bos=bos, turns=turns.size)
+        row.facts["endless"] = int((ended == 0).sum())
+        return TokenizedConversation(row.name, row.text, ids, counted, lengths, row.facts)
 
     def render(self, conversation: Conversation) -> RenderedConversation:
         """Return a conversation's text and trained spans. Raise ValueError, in one line, if that fails."""
@@ -210,5 +210,5 @@ def in_bytes(text: str, spans: Sequence[Span]) -> list[Span]:
         return list(spans)
     places = sorted({place for span in spans for place in span})
     sizes = accumulate(len(text[start:stop].encode()) for start, stop in pairwise([0, *places]))
-    found = dict(zip(places, sizes, strict=True))
-    return [(found[start], found[stop]) for start, stop in spans]
+    offsets = dict(zip(places, sizes, strict=True))
+    return [(offsets[start], offsets[stop]) for start, stop in spans]

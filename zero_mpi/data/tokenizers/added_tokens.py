@@ -35,21 +35,21 @@ def read_tokens(path: str | Path) -> list[str]:
     except UnicodeDecodeError:
         raise UsageError(f"{place}: expected UTF-8, found other bytes") from None
     try:
-        found = parse_json(text)
+        tokens = parse_json(text)
     except ValueError:
-        found = None
-    if not isinstance(found, list):
-        found = [line.strip() for line in text.splitlines() if line.strip()]
-    wrong = next((t for t in found if not is_token(t)), None) if found else "no token"
-    if wrong is not None or len(found) > MOST_TOKENS:
-        what = f"{len(found):,} tokens" if wrong is None else shown(wrong, 40)
+        tokens = None
+    if not isinstance(tokens, list):
+        tokens = [line.strip() for line in text.splitlines() if line.strip()]
+    wrong = next((t for t in tokens if not is_token(t)), None) if tokens else "no token"
+    if wrong is not None or len(tokens) > MOST_TOKENS:
+        problem = f"{len(tokens):,} tokens" if wrong is None else shown(wrong, 40)
         raise UsageError(
-            f"{place}: expected 1 to {MOST_TOKENS:,} tokens of 1 to {LONGEST} characters, found {what}"
+            f"{place}: expected 1 to {MOST_TOKENS:,} tokens of 1 to {LONGEST} characters, found {problem}"
         )
-    token, count = Counter(found).most_common(1)[0]
+    token, count = Counter(tokens).most_common(1)[0]
     if count > 1:
         raise UsageError(f"{place}: expected each token once, found {show(token)} {count} times")
-    return list(found)
+    return list(tokens)
 
 
 def is_token(text: Any) -> bool:
@@ -62,22 +62,22 @@ def with_tokens(
 ) -> tuple[dict[str, Any], int]:
     """Return a model's keys with new tokens, and the first new id. Raise UsageError for a known token."""
     keys, tokenizer = GGUFKeys(metadata, place), tokenizer_from_metadata(metadata, place)
-    known = keys.texts(TOKENS) or []
-    taken = [t for t in tokens if t in known or len(tokenizer.encode(t, special=True)) == 1]
-    if taken:
-        names = ", ".join(show(token) for token in taken[:3])
-        raise UsageError(f"--add-tokens: {place} has {names} already: leave out {len(taken)} of the tokens")
-    size, new = len(known), len(tokens)
+    vocabulary = keys.texts(TOKENS) or []
+    repeats = [t for t in tokens if t in vocabulary or len(tokenizer.encode(t, special=True)) == 1]
+    if repeats:
+        names = ", ".join(show(token) for token in repeats[:3])
+        raise UsageError(f"--add-tokens: {place} has {names} already: leave out {len(repeats)} of the tokens")
+    size, count = len(vocabulary), len(tokens)
     types = keys.integers(TYPES, size) or [NORMAL] * size
     first = size
-    while first and types[first - 1] == UNUSED and known[first - 1] == f"[PAD{first - 1}]":
+    while first and types[first - 1] == UNUSED and vocabulary[first - 1] == f"[PAD{first - 1}]":
         first -= 1
-    grown: dict[str, Any] = {**metadata, TOKENS: [*known[:first], *tokens, *known[first + new :]]}
-    types[first : first + new] = [USER_DEFINED] * new
+    grown: dict[str, Any] = {**metadata, TOKENS: [*vocabulary[:first], *tokens, *vocabulary[first + count :]]}
+    types[first : first + count] = [USER_DEFINED] * count
     grown[TYPES] = np.array(types, np.int32)
     scores = keys.numbers(SCORES, size)
     if scores is not None:
-        rest = scores[first + new :]
-        grown[SCORES] = np.concatenate((scores[:first], np.full(new, LEAST_LIKELY, np.float32), rest))
+        rest = scores[first + count :]
+        grown[SCORES] = np.concatenate((scores[:first], np.full(count, LEAST_LIKELY, np.float32), rest))
     key = f"{keys.text(ARCHITECTURE)}.vocab_size"
     return grown | ({key: np.uint32(len(types))} if key in metadata else {}), first

@@ -45,8 +45,8 @@ class BPETokenizer(gguf.GGUFTokenizer):
         self.usually_adds_bos = self.pre.add_bos
         super().__init__(metadata, place)
         self.merges = _merges(self._keys, self.ids)
-        both = self.ids_in_text().items() if self.rules.cut else ()
-        self._normalized = {asked: self.rules.spellings(ids, normalized=True) for asked, ids in both}
+        groups = self.ids_in_text().items() if self.rules.cut else ()
+        self._normalized = {special: self.rules.spellings(ids, normalized=True) for special, ids in groups}
         tokenizers()  # raises an error on all ranks now, instead of on rank 0 later
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
@@ -56,9 +56,9 @@ class BPETokenizer(gguf.GGUFTokenizer):
         parts = super().cut(text, special, sizes)
         if not self.rules.cut:
             return parts
-        later, spelt = self._normalized[special], list[int | str]()
+        finder, spelt = self._normalized[special], list[int | str]()
         for part in parts:
-            spelt += [part] if isinstance(part, int) else later.cut(self.rules.normalized(part))
+            spelt += [part] if isinstance(part, int) else finder.cut(self.rules.normalized(part))
         return [part for part in spelt if part != ""]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
@@ -97,9 +97,9 @@ class BPETokenizer(gguf.GGUFTokenizer):
     def ids_of_parts(self, documents: Sequence[gguf.Parts]) -> list[NDArray[np.integer[Any]]]:
         seam = _SEAM_OF_ASCII if self.pre.passes_letters else _SEAM
         cut = [[piece for part in parts for piece in pieces(part, seam)] for parts in documents]
-        found = self._words([piece for each in cut for piece in each if isinstance(piece, str)])
+        words = self._words([piece for group in cut for piece in group if isinstance(piece, str)])
         row = partial(np.array, dtype=np.uint32)
-        by_part = ([row([p]) if isinstance(p, int) else next(found) for p in each] for each in cut)
+        by_part = ([row([p]) if isinstance(p, int) else next(words) for p in group] for group in cut)
         return [np.concatenate([row([]), *ids]) for ids in by_part]
 
     def _words(self, texts: Sequence[str]) -> Iterator[NDArray[np.integer[Any]]]:
@@ -117,14 +117,14 @@ class BPETokenizer(gguf.GGUFTokenizer):
             start = max(stop, start + 1)
 
     def _encoded(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        found = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in found]
+        encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def _window(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
         """Return three arrays: id * 2 (+ 1 if the token ends a word), first and end character of tokens."""
-        found = self._encoder.encode(texts[0], add_special_tokens=False)
-        ends = np.diff(found.word_ids, append=-1) != 0
-        return [np.array(found.ids, np.uint32) << 1 | ends, *np.array(found.offsets, np.uint32).T]
+        encoding = self._encoder.encode(texts[0], add_special_tokens=False)
+        ends = np.diff(encoding.word_ids, append=-1) != 0
+        return [np.array(encoding.ids, np.uint32) << 1 | ends, *np.array(encoding.offsets, np.uint32).T]
 
     def _by_windows(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
         """Yield the ids of a long text without seams, by encoding overlapping windows.
@@ -141,12 +141,12 @@ class BPETokenizer(gguf.GGUFTokenizer):
                 yield ids >> 1
                 return
             end = int(np.searchsorted(stops, size - _OVERLAP // 2, "right"))
-            near = np.arange(max(1, int(np.searchsorted(firsts, size - _OVERLAP))), end)
-            near = near[firsts[near] == stops[near - 1]]  # a window must not begin inside a character
-            near = near[np.argsort(ids[near - 1] & 1 == 0, kind="stable")]  # prefer beginnings of words
+            edges = np.arange(max(1, int(np.searchsorted(firsts, size - _OVERLAP))), end)
+            edges = edges[firsts[edges] == stops[edges - 1]]  # a window must not begin inside a character
+            edges = edges[np.argsort(ids[edges - 1] & 1 == 0, kind="stable")]  # prefer beginnings of words
             # Inside white space, the following text can move the beginning of a word.
             seams = (
-                edge for edge in near if not text[(at := start + int(firsts[edge])) - 1 : at + 1].isspace()
+                edge for edge in edges if not text[(at := start + int(firsts[edge])) - 1 : at + 1].isspace()
             )
             edge = next(seams, end)
             at = start + int(firsts[edge])
@@ -169,8 +169,8 @@ class BPETokenizer(gguf.GGUFTokenizer):
         A byte without a token gets an id above the vocabulary, which is dropped after merging. The library
         would drop the byte before it merges, and then bytes from both sides of it could become one token.
         """
-        lacking = [character for character in byte_characters() if character not in self.ids]
-        vocabulary = self.ids | {character: self.vocab_size + i for i, character in enumerate(lacking)}
+        missing = [character for character in byte_characters() if character not in self.ids]
+        vocabulary = self.ids | {character: self.vocab_size + i for i, character in enumerate(missing)}
         return build(vocabulary, self.merges, self.pre)
 
 
@@ -183,16 +183,16 @@ def build(
     """Return a tokenizer of the library made of these parts. Raise UsageError if the library rejects them."""
     lib = tokenizers()
     pre = lib.pre_tokenizers
-    by_itself = words.regexes[-1] == GPT2  # the library has a faster, compiled form of this regex
-    cuts = [pre.Split(lib.Regex(regex), "isolated") for regex in words.regexes[: -1 if by_itself else None]]
-    bytewise = pre.ByteLevel(add_prefix_space=False, use_regex=by_itself)
+    is_gpt2 = words.regexes[-1] == GPT2  # the library has a faster, compiled form of this regex
+    cuts = [pre.Split(lib.Regex(regex), "isolated") for regex in words.regexes[: -1 if is_gpt2 else None]]
+    bytewise = pre.ByteLevel(add_prefix_space=False, use_regex=is_gpt2)
     try:
         tokenizer = lib.Tokenizer(lib.models.BPE(vocabulary, merges, ignore_merges=words.ignore_merges))
         if normalizer is not None:
             tokenizer.normalizer = normalizer_of(normalizer)
     except Exception as error:  # the library only raises plain Exception
-        why = shown(str(error))
-        raise UsageError(f"the package tokenizers refuses the model file's tokenizer: {why}") from error
+        reason = shown(str(error))
+        raise UsageError(f"the package tokenizers refuses the model file's tokenizer: {reason}") from error
     tokenizer.pre_tokenizer = pre.Sequence([*cuts, bytewise])
     tokenizer.decoder = lib.decoders.ByteLevel()
     return tokenizer
@@ -200,9 +200,9 @@ def build(
 
 def _merges(keys: GGUFKeys, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the merges as pairs in order of their rank, without repeated pairs."""
-    given = list(dict.fromkeys(keys.texts(MERGES) or []))
-    pairs = [(left, right) for left, _, right in [merge.partition(" ") for merge in given]]
-    for merge, (left, right) in zip(given, pairs, strict=True):
+    merges = list(dict.fromkeys(keys.texts(MERGES) or []))
+    pairs = [(left, right) for left, _, right in [merge.partition(" ") for merge in merges]]
+    for merge, (left, right) in zip(merges, pairs, strict=True):
         if not (left and right and left + right in ids):
             raise UsageError(
                 f"{keys.place}: {MERGES}: expected two parts of a token with a space between them, "
@@ -219,8 +219,8 @@ def pieces(part: int | str, seam: re.Pattern[str] = _SEAM) -> Iterator[int | str
         yield part
         return
     start = 0
-    while len(part) - start > gguf.PIECE and (found := seam.search(part, start + gguf.PIECE)):
-        yield part[start : found.end()]
-        start = found.end()
+    while len(part) - start > gguf.PIECE and (match := seam.search(part, start + gguf.PIECE)):
+        yield part[start : match.end()]
+        start = match.end()
     if start < len(part):
         yield part[start:]

@@ -41,8 +41,8 @@ def byte_characters() -> list[str]:
     """Return GPT-2's map from bytes to printable characters (Radford et al. 2019, `bytes_to_unicode`)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(_BYTES) if byte not in printable]
-    moved = {byte: _BYTES + place for place, byte in enumerate(others)}
-    return [chr(moved.get(byte, byte)) for byte in range(_BYTES)]
+    codes = {byte: _BYTES + place for place, byte in enumerate(others)}
+    return [chr(codes.get(byte, byte)) for byte in range(_BYTES)]
 
 
 class Tokenizer(ABC):
@@ -124,9 +124,9 @@ class ByteTokenizer(Tokenizer):
 
     def decode(self, ids: ArrayLike) -> bytes:
         flat = np.asarray(ids).ravel()
-        strange = flat[(flat < 0) | (flat >= self.vocab_size)]
-        if strange.size:
-            raise ValueError(f"id {strange[0]} is outside the byte vocabulary of {self.vocab_size}")
+        invalid = flat[(flat < 0) | (flat >= self.vocab_size)]
+        if invalid.size:
+            raise ValueError(f"id {invalid[0]} is outside the byte vocabulary of {self.vocab_size}")
         return flat[flat < _BYTES].astype(np.uint8).tobytes()
 
     def metadata(self) -> dict[str, object]:
@@ -169,15 +169,15 @@ def _ids(part: int | str) -> NDArray[np.uint16]:
     return np.frombuffer(part.encode("latin-1"), np.uint8).astype(np.uint16)
 
 
-def bos_of(tokenizer: Tokenizer | None, asked: str) -> int | None:
+def bos_of(tokenizer: Tokenizer | None, choice: str) -> int | None:
     """Return the id that `--bos` puts before a text; None if it puts none, or without a tokenizer.
 
     AUTO follows the tokenizer's `add_bos`. Raises UsageError for ALWAYS if the tokenizer has no bos.
     """
-    if tokenizer is None or asked == NEVER or (asked == AUTO and not tokenizer.add_bos):
+    if tokenizer is None or choice == NEVER or (choice == AUTO and not tokenizer.add_bos):
         return None
     if tokenizer.bos is None:
-        raise UsageError(f"--bos {asked}: the tokenizer has no bos token: use --bos {NEVER}")
+        raise UsageError(f"--bos {choice}: the tokenizer has no bos token: use --bos {NEVER}")
     return tokenizer.bos
 
 
@@ -210,10 +210,10 @@ class TextReader:
     def notes(self) -> Iterator[str]:
         """Yield a note on the control tokens that texts spelt so far, if no flag says how to read them."""
         if self.spelt:
-            found = [f"{shown(token, 60)} {count:,}" for token, count in self.spelt.most_common(3)]
-            more = ", ..." if len(self.spelt) > 3 else ""
+            examples = [f"{shown(token, 60)} {count:,}" for token, count in self.spelt.most_common(3)]
+            dots = ", ..." if len(self.spelt) > 3 else ""
             yield (
-                f"special tokens in the text: {self.spelt.total():,} ({', '.join(found)}{more}), read as "
+                f"special tokens in the text: {self.spelt.total():,} ({', '.join(examples)}{dots}), read as "
                 f"plain characters; --control-tokens {PARSE} reads them as tokens, --control-tokens {PLAIN} "
                 "confirms plain characters"
             )

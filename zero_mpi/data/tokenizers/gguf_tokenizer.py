@@ -59,16 +59,16 @@ class GGUFTokenizer(Tokenizer):
         self.ids = {token: place for place, token in enumerate(self.tokens)}
         self.vocab_size = len(self.tokens)
         self.given_types = self._keys.integers(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
-        given = zip(self.tokens, self.given_types, strict=True)
-        self.types = [CONTROL if token in _ENDS else kind for token, kind in given]
+        pairs = zip(self.tokens, self.given_types, strict=True)
+        self.types = [CONTROL if token in _ENDS else kind for token, kind in pairs]
         self.bos, self.eos = self.special_id("bos"), self.special_id("eos")
-        asked = self._keys.flag(KEY + "add_bos_token")
-        self.add_bos = self.usually_adds_bos if asked is None else asked
+        flag = self._keys.flag(KEY + "add_bos_token")
+        self.add_bos = self.usually_adds_bos if flag is None else flag
         if self.add_bos and self.bos is None:
             raise UsageError(f"{place} asks for a bos token and names none: expected {KEY}bos_token_id")
-        named = [self.eos, self.special_id("eot"), self.special_id("eom")]
-        known = [self.ids[token] for token in _ENDS if token in self.ids]
-        self.ends = frozenset(known + [i for i in named if i is not None])
+        key_ends = [self.eos, self.special_id("eot"), self.special_id("eom")]
+        ends = [self.ids[token] for token in _ENDS if token in self.ids]
+        self.ends = frozenset(ends + [i for i in key_ends if i is not None])
 
     @abstractmethod
     def ids_of_parts(self, documents: Sequence[Parts]) -> list[NDArray[np.integer[Any]]]:
@@ -80,8 +80,8 @@ class GGUFTokenizer(Tokenizer):
 
     def lengths(self, text: str, ids: NDArray[np.integer[Any]]) -> Lengths:
         """Return the number of bytes (n,) of each of `ids` in a text that contains no special tokens."""
-        result: Lengths = self.widths[ids[ids < self.vocab_size]]
-        return result
+        widths: Lengths = self.widths[ids[ids < self.vocab_size]]
+        return widths
 
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
         """Return the ids of each text, as `encode` does, computed in all threads that the process may use.
@@ -93,8 +93,8 @@ class GGUFTokenizer(Tokenizer):
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
         cut = [(self.cut(as_text(data), True, sizes := list[int]()), sizes) for data in documents]
-        each = iter(self.ids_of_parts([[part] for parts, _ in cut for part in parts]))
-        return [self._with_lengths(parts, iter(sizes), each) for parts, sizes in cut]
+        rows = iter(self.ids_of_parts([[part] for parts, _ in cut for part in parts]))
+        return [self._with_lengths(parts, iter(sizes), rows) for parts, sizes in cut]
 
     def spelt(self, documents: Sequence[bytes | str]) -> Counter[str]:
         cut = (part for data in documents for part in self.cut(as_text(data), special=True))
@@ -104,17 +104,17 @@ class GGUFTokenizer(Tokenizer):
     def encode_prompt(self, text: str) -> Ids:
         ids = self.encode(text, special=True).tolist()
         first = [self.bos] if self.add_bos and self.bos is not None else []
-        edge = [i for i in (self.eos, self.bos) if i is not None][:1]
-        return self._array(np.array(first + ids or edge, np.int64))
+        fallback = [i for i in (self.eos, self.bos) if i is not None][:1]
+        return self._array(np.array(first + ids or fallback, np.int64))
 
     def decode(self, ids: ArrayLike) -> bytes:
         flat = np.asarray(ids).ravel()
-        strange = flat[(flat < 0) | (flat >= self.vocab_size)]
-        if strange.size:
-            raise ValueError(f"id {strange[0]} is outside the vocabulary of {self.vocab_size}")
-        found = flat.tolist()
-        spelt = {i: self.spelling(self.tokens[i], self.types[i]) for i in set(found)}
-        return b"".join([spelt[i] for i in found])
+        invalid = flat[(flat < 0) | (flat >= self.vocab_size)]
+        if invalid.size:
+            raise ValueError(f"id {invalid[0]} is outside the vocabulary of {self.vocab_size}")
+        numbers = flat.tolist()
+        spellings = {i: self.spelling(self.tokens[i], self.types[i]) for i in set(numbers)}
+        return b"".join([spellings[i] for i in numbers])
 
     def metadata(self) -> dict[str, object]:
         """Return the file's keys unchanged: `tokenizer.*`, and other keys that change the ids."""
@@ -122,9 +122,9 @@ class GGUFTokenizer(Tokenizer):
 
     def special_id(self, name: str) -> int | None:
         """Return the id in `tokenizer.ggml.NAME_token_id`; without this key, the class's default, or None."""
-        usual = self.usual_ids.get(name, self.vocab_size)
-        given = self._keys.token_id(name, self.vocab_size)
-        return given if given is not None or usual >= self.vocab_size else usual
+        default = self.usual_ids.get(name, self.vocab_size)
+        number = self._keys.token_id(name, self.vocab_size)
+        return number if number is not None or default >= self.vocab_size else default
 
     def stripping(self) -> frozenset[str]:
         """Return the tokens after which white space in a text is dropped."""
@@ -133,8 +133,8 @@ class GGUFTokenizer(Tokenizer):
     @cached_property
     def widths(self) -> Lengths:
         """Number of bytes (V,) of each token in a text that spells it, control tokens included."""
-        both = zip(self.tokens, self.types, strict=True)
-        return np.array([len(self.spelling(*each)) or len(each[0].encode()) for each in both], np.int64)
+        pairs = zip(self.tokens, self.types, strict=True)
+        return np.array([len(self.spelling(*pair)) or len(pair[0].encode()) for pair in pairs], np.int64)
 
     @cached_property
     def _standing(self) -> dict[bool, Spellings]:
@@ -144,8 +144,8 @@ class GGUFTokenizer(Tokenizer):
         """Return tokens to find in a text, token -> id, with control tokens (True) and without (False)."""
         kinds = {True: STANDING, False: (USER_DEFINED,)}
         return {
-            special: {t: place for t, place in self.ids.items() if self.types[place] in wanted}
-            for special, wanted in kinds.items()
+            special: {t: place for t, place in self.ids.items() if self.types[place] in types}
+            for special, types in kinds.items()
         }
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
@@ -161,21 +161,21 @@ class GGUFTokenizer(Tokenizer):
         """Return the ids of all parts of a text, and for each id how many bytes of the text it covers."""
         rows: list[NDArray[np.integer[Any]]] = [np.zeros(0, np.uint32)]
         lengths = [np.zeros(0, np.int64)]
-        for part, found in zip(parts, ids, strict=False):
-            rows.append(found)
-            lengths.append(np.array([next(sizes)]) if isinstance(part, int) else self.lengths(part, found))
+        for part, row in zip(parts, ids, strict=False):
+            rows.append(row)
+            lengths.append(np.array([next(sizes)]) if isinstance(part, int) else self.lengths(part, row))
         return self._array(np.concatenate(rows)), np.concatenate(lengths)
 
     def _array(self, ids: NDArray[np.integer[Any]]) -> Ids:
-        kept = ids[ids < self.vocab_size]
-        return kept.astype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
+        tokens = ids[ids < self.vocab_size]
+        return tokens.astype(np.uint16 if self.vocab_size <= 1 << 16 else np.uint32)
 
 
 def run_by(tokenizer: Tokenizer, batches: Batches) -> Tokenizer:
     """Return a copy of the tokenizer that encodes texts through `batches`."""
-    same = copy(tokenizer)
-    vars(same)["run_batch"] = batches
-    return same
+    clone = copy(tokenizer)
+    vars(clone)["run_batch"] = batches
+    return clone
 
 
 def as_text(data: bytes | str) -> str:
@@ -195,6 +195,6 @@ def _tokens(keys: GGUFKeys, longest: int) -> list[str]:
     if len(token := max(tokens, key=len)) > longest:
         raise keys.fault(TOKENS, f"tokens of at most {longest} characters, not {len(token):,}")
     if len(set(tokens)) < len(tokens):
-        twice = show(Counter(tokens).most_common(1)[0][0])
-        raise UsageError(f"{keys.place}: {TOKENS}: expected each token once, found {twice} again")
+        repeat = show(Counter(tokens).most_common(1)[0][0])
+        raise UsageError(f"{keys.place}: {TOKENS}: expected each token once, found {repeat} again")
     return tokens

@@ -40,11 +40,11 @@ class Rules:
 
     def __init__(self, keys: GGUFKeys) -> None:
         try:
-            given = parse_json(keys.text(RULES) or "{}")
-            flags = given.get("added_tokens", {}).items()
+            rules = parse_json(keys.text(RULES) or "{}")
+            flags = rules.get("added_tokens", {}).items()
             self.flags = {token: frozenset(names) & {*FLAGS} for token, names in flags}
-            self.normalizer, self._ignore_merges = given.get("normalizer"), given.get("ignore_merges")
-            self._original = bool(given.get("original"))
+            self.normalizer, self._ignore_merges = rules.get("normalizer"), rules.get("ignore_merges")
+            self._original = bool(rules.get("original"))
             check_normalizer(self.normalizer)
         except (ValueError, AttributeError, TypeError) as error:
             raise keys.fault(RULES, f"rules of a Hugging Face tokenizer ({shown(str(error), 100)})") from None
@@ -72,27 +72,27 @@ class Rules:
 
     def spellings(self, ids: Mapping[str, int], normalized: bool) -> FlaggedSpellings:
         """Return a finder of the added tokens with this value of the flag `normalized`."""
-        found = dict[str, str]()
+        tokens = dict[str, str]()
         for token in (t for t in ids if ("normalized" in self.flags.get(t, ())) == normalized):
-            spelt = self.normalized(token) if normalized else token
-            is_lost = "lstrip" in self.flags.get(token, ()) and not spelt.strip(_WHITE)
-            if not spelt or spelt in found or is_lost:
+            spelling = self.normalized(token) if normalized else token
+            is_lost = "lstrip" in self.flags.get(token, ()) and not spelling.strip(_WHITE)
+            if not spelling or spelling in tokens or is_lost:
                 raise UsageError(
                     f"the added token {show(token)} is white space with lstrip, or normalized to nothing or "
                     "another token: expected one that the package tokenizers can find in a text"
                 )
-            found[spelt] = token
-        flags = {spelt: self.flags.get(token, frozenset()) for spelt, token in found.items()}
-        return FlaggedSpellings({spelt: ids[token] for spelt, token in found.items()}, flags)
+            tokens[spelling] = token
+        flags = {spelling: self.flags.get(token, frozenset()) for spelling, token in tokens.items()}
+        return FlaggedSpellings({spelling: ids[token] for spelling, token in tokens.items()}, flags)
 
 
 def rules_json(
-    flags: Mapping[str, list[str]], normalizer: Any, more: Mapping[str, bool]
+    flags: Mapping[str, list[str]], normalizer: Any, settings: Mapping[str, bool]
 ) -> dict[str, object]:
     """Return the rules' key; {} if there are none. Without a normalizer, `normalized` does not count."""
     has_flags = normalizer or any({*names} - {"normalized"} for names in flags.values())
-    given = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
-    rules = {k: v for k, v in (given | {"normalizer": normalizer, **more}).items() if v not in (None, {})}
+    added = {"added_tokens": {token: names for token, names in flags.items() if names and has_flags}}
+    rules = {k: v for k, v in (added | {"normalizer": normalizer, **settings}).items() if v not in (None, {})}
     return {RULES: json.dumps(rules, sort_keys=True)} if rules else {}
 
 
@@ -102,9 +102,9 @@ def rules_in_words(metadata: Mapping[str, object]) -> str:
     flagged = [
         f"{flag} of {show(token)}" for token, flags in rules.pop("added_tokens", {}).items() for flag in flags
     ]
-    more = [f"{len(flagged) - 3} more flags"] if len(flagged) > 3 else []
+    suffix = [f"{len(flagged) - 3} more flags"] if len(flagged) > 3 else []
     kinds = " ".join(sorted(kinds_of(rules.pop("normalizer", None)) - {"Sequence"}))
-    return ", ".join([*flagged[:3], *more, *([f"normalizer {kinds}"] if kinds else []), *rules])
+    return ", ".join([*flagged[:3], *suffix, *([f"normalizer {kinds}"] if kinds else []), *rules])
 
 
 class FlaggedSpellings(Spellings):
@@ -115,8 +115,8 @@ class FlaggedSpellings(Spellings):
         self._flags = flags
 
     def spans(self, text: str) -> list[Span]:
-        found = list[Span]()
-        at = before = white = 0  # ends of the last match, the last span and a run of white space
+        spans = list[Span]()
+        at = edge = white = 0  # ends of the last match, the last span and a run of white space
         for start, rank in reversed([*self.longest(text)]):
             if start < at:
                 continue
@@ -128,18 +128,18 @@ class FlaggedSpellings(Spellings):
             ):
                 continue
             if "lstrip" in flags:
-                while start > before and text[start - 1] in _WHITE:
+                while start > edge and text[start - 1] in _WHITE:
                     start -= 1
-                start = max(start, before)
+                start = max(start, edge)
             if "rstrip" in flags:
                 white = max(white, stop)
                 while white < len(text) and text[white] in _WHITE:
                     white += 1
                 stop = white
             if start < stop:
-                found.append((start, stop, token))
-            before = stop
-        return found
+                spans.append((start, stop, token))
+            edge = stop
+        return spans
 
 
 def tokenizers() -> Any:
@@ -148,8 +148,8 @@ def tokenizers() -> Any:
 
 def _is_word(letter: str) -> bool:
     r"""Return whether a character is `\w` for the library; False for ""."""
-    cut = tokenizers().pre_tokenizers.Whitespace().pre_tokenize_str("a" + letter)
-    return letter != "" and cut[0][0] == "a" + letter
+    words = tokenizers().pre_tokenizers.Whitespace().pre_tokenize_str("a" + letter)
+    return letter != "" and words[0][0] == "a" + letter
 
 
 def kinds_of(definition: Any) -> set[str]:
@@ -178,15 +178,15 @@ def check_normalizer(definition: Any) -> None:
 
 def _growth(definition: Any) -> int:
     """Return the factor by which a normalizer can lengthen a text (Unicode forms: 1), or raise ValueError."""
-    given = definition if isinstance(definition, dict) else {}
-    kind, new, pattern, inner = map(given.get, ("type", "content", "pattern", "normalizers"))
+    fields = definition if isinstance(definition, dict) else {}
+    kind, new, pattern, inner = map(fields.get, ("type", "content", "pattern", "normalizers"))
     old = pattern.get("String") if isinstance(pattern, dict) else None
     if kind in (*_FORMS, "Lowercase", "Strip"):
         return 1
     if kind == "Sequence" and isinstance(inner, list):
         return math.prod(map(_growth, inner))
-    if kind == "Prepend" and isinstance(given.get("prepend"), str):
-        return 1 + len(given["prepend"])
+    if kind == "Prepend" and isinstance(fields.get("prepend"), str):
+        return 1 + len(fields["prepend"])
     if kind == "Replace" and isinstance(old, str) and isinstance(new, str) and old:
         return max(1, -(-len(new) // len(old)))  # only a fixed text is allowed: a regex may take forever
     raise ValueError(f"the normalizer {shown(definition, 100)}")

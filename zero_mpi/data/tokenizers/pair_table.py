@@ -33,16 +33,16 @@ def pair_table(left: NDArray[np.int64], right: NDArray[np.int64], values: NDArra
     size = 1 << max(4, int(2 * len(left) - 1).bit_length())
     table = PairTable(np.full(size + 1, FREE, np.int64), np.zeros(size, np.int32))
     table.keys[size] = secrets.randbits(62) | 1
-    wanted = left << BITS | right
+    pairs = left << BITS | right
     slots = (left * _LEFT + right) * table.keys[size]
     slots = (slots ^ (slots >> _FOLD)) & (size - 1)
-    pending = np.arange(len(wanted))
+    pending = np.arange(len(pairs))
     while len(pending):
-        here = slots[pending]
-        free = table.keys[here] == FREE
-        table.keys[here[free]] = wanted[pending[free]]  # if several pairs want a slot, the last one gets it
-        placed = table.keys[here] == wanted[pending]
-        table.values[here[placed]] = values[pending[placed]]
+        probes = slots[pending]
+        free = table.keys[probes] == FREE
+        table.keys[probes[free]] = pairs[pending[free]]  # if several pairs want a slot, the last one gets it
+        placed = table.keys[probes] == pairs[pending]
+        table.values[probes[placed]] = values[pending[placed]]
         pending = pending[~placed]
         slots[pending] = (slots[pending] + 1) & (size - 1)
     return table
@@ -65,8 +65,8 @@ def find(keys: NDArray[np.int64], values: NDArray[np.int32], left: int, right: i
     size = len(keys) - 1
     slot = (wide_left * _LEFT + wide_right) * int(keys[size])
     slot = (slot ^ (slot >> _FOLD)) & (size - 1)
-    wanted = wide_left << BITS | wide_right
-    while keys[slot] != wanted:
+    pair = wide_left << BITS | wide_right
+    while keys[slot] != pair:
         if keys[slot] == FREE:
             return FREE
         slot = (slot + 1) & (size - 1)

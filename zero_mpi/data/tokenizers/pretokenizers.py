@@ -124,22 +124,22 @@ def pre_tokenizer(name: str | None, place: str) -> PreTokenizer:
     )
 
 
-def name_of(definition: Any, ignore_merges: bool, where: str) -> tuple[str, dict[str, bool]]:
+def name_of(definition: Any, ignore_merges: bool, place: str) -> tuple[str, dict[str, bool]]:
     """Return the name of a tokenizer.json's `pre_tokenizer`, and the settings that llama.cpp does not follow:
-    `original` regexes, `ignore_merges`. Raise UsageError, beginning with `where`, if no name fits.
+    `original` regexes, `ignore_merges`. Raise UsageError, beginning with `place`, if no name fits.
     """
     steps = definition.get("pretokenizers") if _is(definition, "Sequence") else [definition]
     regexes = _regexes(steps if isinstance(steps, list) else [])
     spelt_out = regexes and tuple(regex.replace(_IGNORING_CASE, _CONTRACTIONS) for regex in regexes)
-    found = [
-        ({"original": True} if regexes == known.original else {}, known.ignore_merges, name)
-        for name, known in PRE_TOKENIZERS.items()
-        if regexes and (known.original == regexes or known.regexes == spelt_out)
+    matches = [
+        ({"original": True} if regexes == entry.original else {}, entry.ignore_merges, name)
+        for name, entry in PRE_TOKENIZERS.items()
+        if regexes and (entry.original == regexes or entry.regexes == spelt_out)
     ]
-    for rules, merges, name in sorted(found, key=lambda each: each[1] != ignore_merges)[:1]:
+    for rules, merges, name in sorted(matches, key=lambda match: match[1] != ignore_merges)[:1]:
         return name, rules | ({} if merges == ignore_merges else {"ignore_merges": ignore_merges})
     raise UsageError(
-        f"{where}: expected the splitting of a known BPE (gpt-2, smollm, llama-bpe, qwen2, ...), found the "
+        f"{place}: expected the splitting of a known BPE (gpt-2, smollm, llama-bpe, qwen2, ...), found the "
         f"pre_tokenizer {shown(definition, 300)}: use token files for --data (1-D .npy)"
     )
 
@@ -153,11 +153,11 @@ def _regexes(steps: list[Any]) -> tuple[str, ...] | None:
     *splits, last = steps or [None]
     if not _is(last, "ByteLevel") or last.get("add_prefix_space", True):
         return None
-    found = [_regex(step) for step in splits]
-    if None in found:
+    regexes = [_regex(step) for step in splits]
+    if None in regexes:
         return None
-    own = [GPT2] if last.get("use_regex", True) else []
-    return tuple([regex for regex in found if regex is not None] + own)
+    builtin = [GPT2] if last.get("use_regex", True) else []
+    return tuple([regex for regex in regexes if regex is not None] + builtin)
 
 
 def _regex(step: Any) -> str | None:

@@ -79,9 +79,9 @@ def merge_word(
     heap = [np.int64(0)]
     heap.pop()
     for place in range(start, len(symbols) - 1):
-        found = find(keys, values, symbols[place], symbols[place + 1])
-        if found != FREE:
-            heap.append(ranks[found] << _PLACE | place)
+        symbol = find(keys, values, symbols[place], symbols[place + 1])
+        if symbol != FREE:
+            heap.append(ranks[symbol] << _PLACE | place)
     heapq.heapify(heap)
     while len(heap) > 0:
         best = heapq.heappop(heap)
@@ -89,25 +89,25 @@ def merge_word(
         right = after[left]
         if right == FREE or right >= len(symbols):
             continue
-        found = find(keys, values, symbols[left], symbols[right])
-        if found == FREE or ranks[found] != best >> _PLACE:
+        symbol = find(keys, values, symbols[left], symbols[right])
+        if symbol == FREE or ranks[symbol] != best >> _PLACE:
             continue  # since the pair was pushed, one of its symbols was joined to another
-        symbols[left] = found
-        beyond = after[right]
-        after[left], after[right] = beyond, FREE
-        if beyond < len(symbols):
-            before[beyond] = left
-            found = find(keys, values, symbols[left], symbols[beyond])
-            if found != FREE:
-                heapq.heappush(heap, ranks[found] << _PLACE | left)
+        symbols[left] = symbol
+        third = after[right]
+        after[left], after[right] = third, FREE
+        if third < len(symbols):
+            before[third] = left
+            symbol = find(keys, values, symbols[left], symbols[third])
+            if symbol != FREE:
+                heapq.heappush(heap, ranks[symbol] << _PLACE | left)
         if left > start:
-            found = find(keys, values, symbols[before[left]], symbols[left])
-            if found != FREE:
-                heapq.heappush(heap, ranks[found] << _PLACE | before[left])
+            symbol = find(keys, values, symbols[before[left]], symbols[left])
+            if symbol != FREE:
+                heapq.heappush(heap, ranks[symbol] << _PLACE | before[left])
 
 
 @compiled
-def spell(symbols: Int32, after: Int64, letters: Int32, bytewise: Int32, vocab: int) -> Int32:
+def spell(symbols: Int32, links: Int64, letters: Int32, bytewise: Int32, vocab: int) -> Int32:
     """Return the ids of merged symbols. A character that is not a token gives the ids of its UTF-8 bytes.
 
     `letters` (n,): code points, or -1 - id in place of a token that was cut out. `bytewise` (256,): the token
@@ -124,13 +124,13 @@ def spell(symbols: Int32, after: Int64, letters: Int32, bytewise: Int32, vocab: 
             count += 1
         else:
             point = letters[place]
-            more = int(point > 0x7F) + int(point > 0x7FF) + int(point > 0xFFFF)  # bytes after the first
-            first = point if more == 0 else (0xFF00 >> more + 1 & 0xFF) | point >> 6 * more
+            tail = int(point > 0x7F) + int(point > 0x7FF) + int(point > 0xFFFF)  # bytes after the first
+            first = point if tail == 0 else (0xFF00 >> tail + 1 & 0xFF) | point >> 6 * tail
             ids[count] = bytewise[first]
-            for number in range(more):
-                ids[count + 1 + number] = bytewise[0x80 | point >> 6 * (more - 1 - number) & 0x3F]
-            count += 1 + more
-        place = after[place]
+            for number in range(tail):
+                ids[count + 1 + number] = bytewise[0x80 | point >> 6 * (tail - 1 - number) & 0x3F]
+            count += 1 + tail
+        place = links[place]
     return ids[:count].copy()
 
 
@@ -201,10 +201,10 @@ def respell(
     """
     place = length = 0
     while place < len(text):
-        taken, spelling = longest_prefix(text[place:], nodes)
-        if taken < 0 or spelling >= len(spellings):
+        size, spelling = longest_prefix(text[place:], nodes)
+        if size < 0 or spelling >= len(spellings):
             return FREE
-        if taken:
+        if size:
             while spellings[spelling]:
                 if length < len(out):
                     out[length] = spellings[spelling]
@@ -212,7 +212,7 @@ def respell(
                 length += 1
                 if spelling == len(spellings):
                     return FREE
-            place += taken
+            place += size
         else:
             stop = place + 1  # no prefix begins inside a character
             while stop < len(text) and text[stop] & 0xC0 == 0x80:
@@ -228,7 +228,7 @@ def respell(
 @compiled
 def longest_prefix(text: NDArray[np.uint8], nodes: Int64) -> tuple[int, int]:
     """Return the length of the longest prefix in the map, and its value (`respell`); (0, 0) without one."""
-    taken = spelling = 0
+    size = spelling = 0
     if len(nodes) == 0:
         return 0, 0
     node: Any = base_of(nodes[0])
@@ -244,8 +244,8 @@ def longest_prefix(text: NDArray[np.uint8], nodes: Int64) -> tuple[int, int]:
         if is_end:
             if node >= len(nodes):
                 return FREE, 0
-            taken, spelling = place + 1, nodes[node] & 0x7FFFFFFF
-    return taken, spelling
+            size, spelling = place + 1, nodes[node] & 0x7FFFFFFF
+    return size, spelling
 
 
 @compiled

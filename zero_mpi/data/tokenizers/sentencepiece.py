@@ -42,10 +42,10 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
 
     def __init__(self, metadata: Mapping[str, object], place: str = THE_FILE) -> None:
         super().__init__(metadata, place)
-        asked = self._keys.flag(gguf.KEY + "add_space_prefix")
-        self.adds_space = self.usually_adds_space if asked is None else asked
-        given = self._keys.numbers(SCORES, self.vocab_size)
-        self.scores = np.zeros(self.vocab_size, np.float32) if given is None else given
+        flag = self._keys.flag(gguf.KEY + "add_space_prefix")
+        self.adds_space = self.usually_adds_space if flag is None else flag
+        scores = self._keys.numbers(SCORES, self.vocab_size)
+        self.scores = np.zeros(self.vocab_size, np.float32) if scores is None else scores
         self.unknown = self.special_id("unknown")
 
     @abstractmethod
@@ -60,19 +60,19 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         if kind == gguf.NORMAL:
             return token.replace(SPACE, " ").encode()
         if kind == gguf.BYTE:
-            found = _BYTE.fullmatch(token)
-            return bytes([int(found[1], 16)]) if found else b""
+            match = _BYTE.fullmatch(token)
+            return bytes([int(match[1], 16)]) if match else b""
         return token.encode() if kind == gguf.USER_DEFINED else b""
 
     def ids_of_parts(self, documents: Sequence[gguf.Parts]) -> list[NDArray[np.integer[Any]]]:
         """Return the ids of each document. The documents form one text, and threads encode pieces of it."""
         end = self.vocab_size  # marks the end of each document
-        parts = [part for each in documents for part in (*each, end)]
+        parts = [part for document in documents for part in (*document, end)]
         texts = ["\0" if isinstance(part, int) else self.prepared(part) for part in parts]
         letters = np.frombuffer("".join(texts).encode("utf-32-le"), np.int32).copy()
-        stood = np.array([part if isinstance(part, int) else FREE for part in parts], np.int32)
-        places = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))[stood != FREE] - 1
-        letters[places] = -1 - stood[stood != FREE]  # -1 - id replaces a token that was cut out of the text
+        tokens = np.array([part if isinstance(part, int) else FREE for part in parts], np.int32)
+        places = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))[tokens != FREE] - 1
+        letters[places] = -1 - tokens[tokens != FREE]  # -1 - id replaces a token that was cut out of the text
         pieces = self._pieces(letters)
         batches = (pieces[first : first + _BATCH] for first in range(0, len(pieces), _BATCH))
         ids = np.concatenate([row for batch in batches for row in self.run_batch(batch, self._segmented)])
@@ -85,8 +85,8 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         if self.is_cut_at_words:
             begins[1:] |= (letters[1:] == ord(SPACE)) & (letters[:-1] != ord(SPACE))
         firsts = np.flatnonzero(begins)
-        wanted = np.searchsorted(firsts, np.arange(gguf.PIECE, len(letters), gguf.PIECE))
-        return np.split(letters, np.unique(firsts[wanted[wanted < len(firsts)]]))
+        cuts = np.searchsorted(firsts, np.arange(gguf.PIECE, len(letters), gguf.PIECE))
+        return np.split(letters, np.unique(firsts[cuts[cuts < len(firsts)]]))
 
     @cached_property
     def is_cut_at_words(self) -> bool:
@@ -109,10 +109,10 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         lengths[:1] -= int(self.adds_space)
         if SPACE not in text:
             return lengths
-        given, read = (np.array([len(c.encode()) for c in t]) for t in (text, text.replace(SPACE, " ")))
-        ends = np.interp(np.cumsum(lengths), np.cumsum([0, *read]), np.cumsum([0, *given]))
-        result: Lengths = np.diff(ends.astype(np.int64), prepend=0)
-        return result
+        sizes, spelt = (np.array([len(c.encode()) for c in t]) for t in (text, text.replace(SPACE, " ")))
+        ends = np.interp(np.cumsum(lengths), np.cumsum([0, *spelt]), np.cumsum([0, *sizes]))
+        widths: Lengths = np.diff(ends.astype(np.int64), prepend=0)
+        return widths
 
 
 class MergeTokenizer(SentencePieceTokenizer):
@@ -148,8 +148,8 @@ class MergeTokenizer(SentencePieceTokenizer):
         symbols = of_letter[np.maximum(letters, 0)]
         symbols[letters < 0] = of_letter[-1]  # a symbol that is in no pair of the table
         space = int(of_letter[ord(SPACE)]) if self.is_cut_at_words else FREE
-        after = segmentation.merge(symbols, *pairs, self._ranks, space)
-        return segmentation.spell(symbols, after, letters, self._bytewise, self.vocab_size)
+        links = segmentation.merge(symbols, *pairs, self._ranks, space)
+        return segmentation.spell(symbols, links, letters, self._bytewise, self.vocab_size)
 
     @cached_property
     def _symbols(self) -> tuple[NDArray[np.int32], PairTable]:
@@ -168,13 +168,13 @@ class MergeTokenizer(SentencePieceTokenizer):
         for symbol, number in symbols.items():
             if len(symbol) == 1:
                 of_letter[ord(symbol)] = number
-        found = [
+        triples = [
             (symbols[token[:place]], symbols[token[place:]], number)
             for token, number in self.ids.items()
             for place in range(1, len(token))
             if token[:place] in symbols and token[place:] in symbols
         ]
-        left, right, joined = np.array(found, np.int64).reshape(-1, 3).T
+        left, right, joined = np.array(triples, np.int64).reshape(-1, 3).T
         return of_letter, pair_table(left, right, joined)
 
     @cached_property
@@ -185,10 +185,10 @@ class MergeTokenizer(SentencePieceTokenizer):
     @cached_property
     def _bytewise(self) -> NDArray[np.int32]:
         """Token (256,) of each byte: "<0xNN>", else the character, else unknown, else `vocab_size`."""
-        nothing = self.vocab_size if self.unknown is None else self.unknown
+        fallback = self.vocab_size if self.unknown is None else self.unknown
         names = [(f"<0x{byte:02X}>", chr(byte) if byte < 0x80 else "") for byte in range(256)]
-        found = [next((self.ids[name] for name in both if name in self.ids), nothing) for both in names]
-        return np.array(found, np.int32)
+        tokens = [next((self.ids[name] for name in pair if name in self.ids), fallback) for pair in names]
+        return np.array(tokens, np.int32)
 
 
 class UnigramTokenizer(SentencePieceTokenizer):
@@ -205,14 +205,14 @@ class UnigramTokenizer(SentencePieceTokenizer):
         if self.unknown is None:
             raise UsageError(f"{place} names no unknown token: expected {gguf.KEY}unknown_token_id")
         self._unknown = self.unknown
-        given = self._keys.octets(CHARSMAP)
+        charsmap = self._keys.octets(CHARSMAP)
         self._nodes, self._spellings = np.zeros(0, np.int64), np.zeros(0, np.uint8)
-        if given:  # the size of a table, the table, and normalized spellings, each of which ends with 0
-            size = int.from_bytes(given[:4], "little")
-            if len(given) < 4 or size % 4 or not 0 < size < len(given) - 4:
+        if charsmap:  # the size of a table, the table, and normalized spellings, each of which ends with 0
+            size = int.from_bytes(charsmap[:4], "little")
+            if len(charsmap) < 4 or size % 4 or not 0 < size < len(charsmap) - 4:
                 raise self._keys.fault(CHARSMAP, "the size of a table, the table and spellings")
-            self._nodes = np.frombuffer(given, "<u4", size // 4, 4).astype(np.int64)
-            self._spellings = np.frombuffer(given, np.uint8, offset=4 + size)
+            self._nodes = np.frombuffer(charsmap, "<u4", size // 4, 4).astype(np.int64)
+            self._spellings = np.frombuffer(charsmap, np.uint8, offset=4 + size)
             longest = np.diff(np.flatnonzero(self._spellings == 0), prepend=-1).max(initial=0) - 1
             if longest > MOST_SPELT:
                 raise self._keys.fault(CHARSMAP, f"spellings of at most {MOST_SPELT} bytes, not {longest:,}")
@@ -223,8 +223,8 @@ class UnigramTokenizer(SentencePieceTokenizer):
         if self.removes_spaces:
             return "".join([SPACE + word for word in text.split(" ") if word])
         bare = text.lstrip(" ")
-        before = int(self.adds_space and bare != "")
-        return SPACE * (len(text) - len(bare) + before) + bare.replace(" ", SPACE)
+        prefix = int(self.adds_space and bare != "")
+        return SPACE * (len(text) - len(bare) + prefix) + bare.replace(" ", SPACE)
 
     def segment(self, letters: Letters) -> NDArray[np.int32]:
         from zero_mpi.data.tokenizers import segmentation
@@ -241,13 +241,13 @@ class UnigramTokenizer(SentencePieceTokenizer):
     @cached_property
     def _trie(self) -> tuple[PairTable, NDArray[np.int32]]:
         """The table that maps a node and a letter to the next node, and the token of each last node."""
-        known = (gguf.NORMAL, gguf.USER_DEFINED, gguf.UNUSED)
+        types = (gguf.NORMAL, gguf.USER_DEFINED, gguf.UNUSED)
         kinds = zip(self.ids.items(), self.given_types, strict=True)
-        nodes, ends = trie(dict(pair for pair, kind in kinds if kind in known))
-        found = np.full(len(nodes) + 1, FREE, np.int32)
-        found[list(ends)] = list(ends.values())
+        nodes, ends = trie(dict(pair for pair, kind in kinds if kind in types))
+        tokens = np.full(len(nodes) + 1, FREE, np.int32)
+        tokens[list(ends)] = list(ends.values())
         pairs, node = np.fromiter(nodes, np.int64), np.fromiter(nodes.values(), np.int64)
-        return pair_table(pairs >> BITS, pairs & (MOST - 1), node), found
+        return pair_table(pairs >> BITS, pairs & (MOST - 1), node), tokens
 
     @cached_property
     def _wide_scores(self) -> NDArray[np.float64]:
@@ -264,12 +264,12 @@ class UnigramTokenizer(SentencePieceTokenizer):
 
         if not len(self._nodes):
             return text
-        given = np.frombuffer(text.encode(), np.uint8)
-        out = np.empty(len(given) + len(given) // 8 + 64, np.uint8)
-        most = 16 * len(given) + MOST_SPELT  # NFKC makes a text at most 11 times as long
-        while len(out) < (length := segmentation.respell(given, self._nodes, self._spellings, out)) <= most:
+        raw = np.frombuffer(text.encode(), np.uint8)
+        out = np.empty(len(raw) + len(raw) // 8 + 64, np.uint8)
+        limit = 16 * len(raw) + MOST_SPELT  # NFKC makes a text at most 11 times as long
+        while len(out) < (length := segmentation.respell(raw, self._nodes, self._spellings, out)) <= limit:
             out = np.empty(length, np.uint8)
-        if length == FREE or length > most:
+        if length == FREE or length > limit:
             expected = "a table that points only into itself and the spellings"
             raise self._keys.fault(CHARSMAP, f"{expected}, and makes a text at most 16 times as long")
         return out[:length].tobytes().decode(errors="replace")

@@ -55,9 +55,9 @@ class Spellings:
         node, at, text = 0, 0, text[::-1]
         while at < len(text):
             if not node:  # not inside a token: go on where a token may end
-                if (found := self._end.search(text, at)) is None:
+                if (match := self._end.search(text, at)) is None:
                     return
-                at = found.start()
+                at = match.start()
             letter = ord(text[at])
             while (following := nodes.get(node << BITS | letter, 0)) == 0 and node:
                 node = fails[node]
@@ -67,20 +67,20 @@ class Spellings:
 
     def _taken(self, text: str, places: defaultdict[int, list[int]]) -> Iterator[Span]:
         """Yield (start, stop, token) of the tokens to cut out. `places`: rank -> where that token begins."""
-        taken, ranks = bytearray(len(text) + 1), [*places]  # one byte per character; the last byte stays 0
+        mask, ranks = bytearray(len(text) + 1), [*places]  # one byte per character; the last byte stays 0
         heapify(ranks)
         while ranks:
             rank = heappop(ranks)
-            token, starts, same, at = self.tokens[rank], sorted(places[rank]), list[int](), 0
+            token, starts, matches, at = self.tokens[rank], sorted(places[rank]), list[int](), 0
             while at < len(starts):
                 start, stop = starts[at], starts[at] + len(token)
-                covered, after = taken.find(1, start, stop), start + 1
+                covered, edge = mask.find(1, start, stop), start + 1
                 if covered < 0:
-                    taken[start:stop] = b"\1" * len(token)
-                    same.append(start)
-                    after = stop
+                    mask[start:stop] = b"\1" * len(token)
+                    matches.append(start)
+                    edge = stop
                 elif covered == start:
-                    after = taken.find(0, start)
+                    edge = mask.find(0, start)
                 else:
                     shorter = rank
                     while shorter >= 0 and len(self.tokens[shorter]) > covered - start:
@@ -88,24 +88,24 @@ class Spellings:
                     if shorter >= 0 and shorter not in places:
                         heappush(ranks, shorter)
                     places[shorter].append(start)
-                at = bisect_left(starts, after, at + 1)
-            for start in same:
+                at = bisect_left(starts, edge, at + 1)
+            for start in matches:
                 stop = start + len(token)
-                while token in self._stripping and text[stop : stop + 1] in _WHITE and not taken[stop]:
-                    taken[stop] = 1
+                while token in self._stripping and text[stop : stop + 1] in _WHITE and not mask[stop]:
+                    mask[stop] = 1
                     stop += 1
                 yield start, stop, token
 
     @cached_property
     def _shorter(self) -> list[int]:
         """For each token, the rank of the longest other token that is a prefix of it; -1 if there is none."""
-        found, outer = [-1] * len(self.tokens), list[int]()
+        prefixes, outer = [-1] * len(self.tokens), list[int]()
         for token, rank in sorted((token, rank) for rank, token in enumerate(self.tokens)):
             while outer and not token.startswith(self.tokens[outer[-1]]):
                 outer.pop()
-            found[rank] = outer[-1] if outer else -1
+            prefixes[rank] = outer[-1] if outer else -1
             outer.append(rank)
-        return found
+        return prefixes
 
     @cached_property
     def _automaton(self) -> tuple[dict[int, int], list[int], list[int]]:
@@ -114,10 +114,10 @@ class Spellings:
         It has the trie's nodes, and for each its longest proper suffix node and its longest token's rank.
         """
         nodes, ends = trie({token[::-1]: rank for rank, token in enumerate(self.tokens)})
-        depths, fails, ranks = ([each] * (len(nodes) + 1) for each in (0, 0, -1))
+        depths, fails, ranks = ([entry] * (len(nodes) + 1) for entry in (0, 0, -1))
         for edge, node in nodes.items():
             depths[node] = depths[edge >> BITS] + 1
-        for edge, node in sorted(nodes.items(), key=lambda each: depths[each[1]]):
+        for edge, node in sorted(nodes.items(), key=lambda entry: depths[entry[1]]):
             parent, letter = divmod(edge, 1 << BITS)
             fail = parent
             while fail and not fails[node]:
@@ -130,7 +130,7 @@ class Spellings:
     def _end(self) -> re.Pattern[str]:
         """Regex that finds where a token may end in a reversed text, by the last two characters of tokens."""
         longer = [token for token in self._ids if len(token) > 1]
-        alone = {token for token in self._ids if len(token) == 1}
-        letters = alone, {token[-1] for token in longer}, {token[-2] for token in longer}
-        only, last, before = (f"[{re.escape(''.join(each))}]" if each else "(?!)" for each in letters)
-        return re.compile(f"{last}(?={before})|{only}")
+        singles = {token for token in self._ids if len(token) == 1}
+        letters = singles, {token[-1] for token in longer}, {token[-2] for token in longer}
+        single, last, previous = (f"[{re.escape(''.join(chars))}]" if chars else "(?!)" for chars in letters)
+        return re.compile(f"{last}(?={previous})|{single}")

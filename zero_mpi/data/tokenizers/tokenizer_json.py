@@ -63,8 +63,8 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
     lists = (_sibling(path, name).get("eos_token_id") for name in ("config", "generation_config"))
     listed = [end for ends in lists if isinstance(ends, list) for end in ends if type(end) is int]
     ends = [end for end in dict.fromkeys(listed) if 0 <= end < len(tokens) and end not in tokenizer.ends]
-    more = {f"{KEY}{name}_token_id": np.uint32(end) for name, end in zip(("eot", "eom"), ends, strict=False)}
-    return BPETokenizer(metadata | more, place) if more else tokenizer
+    keys = {f"{KEY}{name}_token_id": np.uint32(end) for name, end in zip(("eot", "eom"), ends, strict=False)}
+    return BPETokenizer(metadata | keys, place) if keys else tokenizer
 
 
 def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
@@ -85,29 +85,29 @@ def tokenizer_json(metadata: Mapping[str, object], place: str = THE_FILE) -> dic
 def tokenizer_config(metadata: Mapping[str, object], place: str = THE_FILE) -> dict[str, Any]:
     """Return the content of a tokenizer_config.json: the special tokens as texts, and the chat template."""
     bpe = BPETokenizer(metadata, place)
-    ids = {there: bpe.special_id(here) for there, here in _NAMES.items()}
-    special = {f"{there}_token": bpe.tokens[place] for there, place in ids.items() if place is not None}
+    ids = {hf: bpe.special_id(gguf) for hf, gguf in _NAMES.items()}
+    special = {f"{hf}_token": bpe.tokens[place] for hf, place in ids.items() if place is not None}
     GGUFKeys(metadata, place).text(TEMPLATE)  # raises an error if the template is not text
-    named = {
+    templates = {
         key[len(TEMPLATE) + 1 :] or "default": text
         for key, text in metadata.items()
         if key.startswith(TEMPLATE)
     }
-    template: Any = [{"name": name, "template": text} for name, text in named.items()]
-    if [*named] == ["default"]:
-        template = named["default"]
+    template: Any = [{"name": name, "template": text} for name, text in templates.items()]
+    if [*templates] == ["default"]:
+        template = templates["default"]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": bpe.add_bos,
         **special,
-        **({"chat_template": template} if named else {}),
+        **({"chat_template": template} if templates else {}),
     }
 
 
-def _read(path: Path, most: int) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise UsageError for other content or more than `most` bytes."""
-    raw = read_file(path, most, "JSON")
+def _read(path: Path, limit: int) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise UsageError for other content or more than `limit` bytes."""
+    raw = read_file(path, limit, "JSON")
     try:
         content = parse_json(raw)
     except ValueError as error:
@@ -138,8 +138,8 @@ def _by_config(path: Path, name: str, *kinds: type) -> Any:
 
 def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Return the object `model`. Raise UsageError unless it is a byte-level BPE that a GGUF can describe."""
-    given = content.get("model")
-    model: dict[str, Any] = given if isinstance(given, dict) else {}
+    raw = content.get("model")
+    model: dict[str, Any] = raw if isinstance(raw, dict) else {}
     # Early files of this format have no type.
     kind = model.get("type") or ("BPE" if "merges" in model else None)
     if kind != "BPE" or not isinstance(model.get("vocab"), dict):
@@ -147,13 +147,13 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
             f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {quoted(kind)}: "
             + _WAY_OUT
         )
-    found = next((f"{name} {shown(model[name], 100)}" for name in _WITHOUT_KEY if model.get(name)), "")
+    problem = next((f"{name} {shown(model[name], 100)}" for name in _WITHOUT_KEY if model.get(name)), "")
     try:
         check_normalizer(content.get("normalizer"))
     except ValueError as error:
-        found = str(error)
-    if found:
-        raise UsageError(f"{path}: expected a plain byte-level BPE, found {found}: {_WAY_OUT}")
+        problem = str(error)
+    if problem:
+        raise UsageError(f"{path}: expected a plain byte-level BPE, found {problem}: {_WAY_OUT}")
     return model
 
 
@@ -168,29 +168,29 @@ def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
             raise UsageError(f"{path}: added_tokens: expected objects, found {shown(token, 60)}")
     numbers = {text: int(text) if text.isdecimal() and len(text) < 10 else text for text in by_id}
     config = {str(token.get("content")): {"id": numbers[text]} | token for text, token in by_id.items()}
-    known = [token | config.pop(str(token.get("content")), {}) | {"id": token.get("id")} for token in tokens]
-    return known + sorted(config.values(), key=lambda token: str(token["id"]).zfill(9))
+    merged = [token | config.pop(str(token.get("content")), {}) | {"id": token.get("id")} for token in tokens]
+    return merged + sorted(config.values(), key=lambda token: str(token["id"]).zfill(9))
 
 
 def _vocabulary(
     path: Path, model: dict[str, Any], added: list[dict[str, Any]], vocab_size: int | None
 ) -> tuple[list[str], list[int]]:
     """Return the tokens and their types in order of ids. Unused tokens fill the gaps."""
-    known = _by_id(path, ((place, token) for token, place in model["vocab"].items()))
+    vocabulary = _by_id(path, ((place, token) for token, place in model["vocab"].items()))
     extra = _by_id(path, ((token.get("id"), token.get("content")) for token in added))
-    following = len(known)
+    following = len(vocabulary)
     for place, token in extra.items():  # the id in the vocabulary or the next free id, as in the library
-        given = model["vocab"].get(token, following)
-        if place != given:
+        number = model["vocab"].get(token, following)
+        if place != number:
             raise UsageError(
-                f"{path}: expected the added token {show(token)} with the id {given}, which is what the "
+                f"{path}: expected the added token {show(token)} with the id {number}, which is what the "
                 f"package tokenizers gives it, found {place}: write the file with that package"
             )
         following += token not in model["vocab"]
-    size = max([*known, *extra, -1]) + 1
-    if size > 2 * len(known) + 1024:  # a real vocabulary has few gaps, and many gaps would waste memory
+    size = max([*vocabulary, *extra, -1]) + 1
+    if size > 2 * len(vocabulary) + 1024:  # a real vocabulary has few gaps, and many gaps would waste memory
         raise UsageError(
-            f"{path}: expected ids without large gaps, found {len(known)} tokens and the id {size - 1}"
+            f"{path}: expected ids without large gaps, found {len(vocabulary)} tokens and the id {size - 1}"
         )
     if vocab_size is not None and vocab_size < size:
         raise UsageError(f"{path}: the tokenizer's {size} tokens exceed the model's vocabulary, {vocab_size}")
@@ -201,8 +201,8 @@ def _vocabulary(
     control = {token["id"] for token in added if token.get("special") or _looks_special(token["content"])}
     tokens, types = list[str](), list[int]()
     for place in range(vocab_size or size):
-        filled = place in known or place in extra
-        tokens.append(extra.get(place, known.get(place, f"[PAD{place}]")))
+        filled = place in vocabulary or place in extra
+        tokens.append(extra.get(place, vocabulary.get(place, f"[PAD{place}]")))
         kind = CONTROL if place in control else USER_DEFINED if place in extra else NORMAL
         types.append(kind if filled else UNUSED)
     return tokens, types
@@ -210,13 +210,13 @@ def _vocabulary(
 
 def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
     """Return id -> token. Raise UsageError for values of another type or for a repeated id."""
-    found: dict[int, str] = {}
+    tokens: dict[int, str] = {}
     for place, token in pairs:
-        if type(place) is not int or place < 0 or place in found or not is_text(token):
-            found_here = f"{quoted(token)} with id {quoted(place)}"
-            raise UsageError(f"{path}: expected one token for each id from 0, found {found_here}")
-        found[place] = token
-    return found
+        if type(place) is not int or place < 0 or place in tokens or not is_text(token):
+            pair = f"{quoted(token)} with id {quoted(place)}"
+            raise UsageError(f"{path}: expected one token for each id from 0, found {pair}")
+        tokens[place] = token
+    return tokens
 
 
 def _looks_special(token: str) -> bool:
@@ -248,37 +248,37 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
     if not _sibling(path, "tokenizer_config"):
         texts["bos"] = first
     keys: dict[str, object] = {KEY + "add_space_prefix": False}
-    for there, here in _NAMES.items():
-        given = [
-            _given(path.with_name(f"{file}.json"), _sibling(path, file), f"{there}_token_id", int, list)
+    for hf, gguf in _NAMES.items():
+        fields = [
+            _given(path.with_name(f"{file}.json"), _sibling(path, file), f"{hf}_token_id", int, list)
             for file in ("config", "generation_config")
         ]
-        every = (ids.get(texts[there]), *((_list(each) or [each])[0] for each in given))
-        found = [place for place in every if type(place) is int and 0 <= place < 1 << 32]
-        if found:
-            keys[f"{KEY}{here}_token_id"] = np.uint32(found[0])
+        candidates = (ids.get(texts[hf]), *((_list(field) or [field])[0] for field in fields))
+        numbers = [place for place in candidates if type(place) is int and 0 <= place < 1 << 32]
+        if numbers:
+            keys[f"{KEY}{gguf}_token_id"] = np.uint32(numbers[0])
     for name, is_first in {"bos": first is not None and first == texts["bos"], "eos": False}.items():
-        said = _by_config(path, f"add_{name}_token", bool)
-        asked = is_first if said is None else said
-        keys[f"{KEY}add_{name}_token"] = asked and f"{KEY}{name}_token_id" in keys
+        flag = _by_config(path, f"add_{name}_token", bool)
+        adds = is_first if flag is None else flag
+        keys[f"{KEY}add_{name}_token"] = adds and f"{KEY}{name}_token_id" in keys
     return keys
 
 
 def _chat_template(path: Path) -> dict[str, object]:
     """Return GGUF key -> template. As in Transformers, template files override tokenizer_config.json."""
-    given = _by_config(path, "chat_template", str, list)
-    listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
-    named = {str(each.get("name")): each.get("template") for each in listed if isinstance(each, dict)}
-    more = sorted(path.with_name("additional_chat_templates").glob("*.jinja"))[:_MOST_TEMPLATES]
-    files = {"default": path.with_name("chat_template.jinja")} | {file.stem: file for file in more}
-    read = {
+    field = _by_config(path, "chat_template", str, list)
+    specs = field if isinstance(field, list) else [{"name": "default", "template": field}]
+    templates = {str(spec.get("name")): spec.get("template") for spec in specs if isinstance(spec, dict)}
+    paths = sorted(path.with_name("additional_chat_templates").glob("*.jinja"))[:_MOST_TEMPLATES]
+    files = {"default": path.with_name("chat_template.jinja")} | {file.stem: file for file in paths}
+    texts = {
         name: read_file(file, _MOST_SIBLING, "a chat template").decode("utf-8", "replace")
         for name, file in files.items()
         if os.path.lexists(file)
     }
     keys = {
         TEMPLATE if name == "default" else f"{TEMPLATE}.{name}": template
-        for name, template in ({"default": named.get("default"), **read} if read else named).items()
+        for name, template in ({"default": templates.get("default"), **texts} if texts else templates).items()
         if isinstance(template, str) and len(name) <= _MOST_NAME
     }
     if not all(map(is_text, (*keys, *keys.values()))):
