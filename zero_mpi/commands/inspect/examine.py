@@ -217,10 +217,8 @@ def about_tokenizer(keys: GGUFKeys) -> Report | None:
 
 def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
     """Return the keys that the report does not show elsewhere, with long values cut; all if `everything`."""
-    elsewhere = () if everything else (*SUMMARISED, f"{metadata.get('general.architecture')}.")
-    return {
-        key: as_json(value, everything) for key, value in metadata.items() if not key.startswith(elsewhere)
-    }
+    heads = () if everything else (*SUMMARISED, f"{metadata.get('general.architecture')}.")
+    return {key: as_json(value, everything) for key, value in metadata.items() if not key.startswith(heads)}
 
 
 def about_training(subject: Subject) -> Report | None:
