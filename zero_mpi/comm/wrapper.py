@@ -38,7 +38,7 @@ class CommWrapper(Comm):
         self._group: tuple[Comm, Comm] | None = None  # inner shard group, and its wrapper
 
     def on_collective(self, kind: str, label: str = "", *arguments: Array | Partition | str) -> None:
-        """Note a collective that is about to start. `arguments` must be equal on all ranks; for an array in it,
+        """Note a collective that is about to start. `arguments` must be equal on all ranks; for an array,
         size and type must be equal. Arrays are not passed as text, since few implementations need text."""
 
     def wrapped(self, inner: Handle) -> Handle:

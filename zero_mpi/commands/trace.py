@@ -183,21 +183,21 @@ def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
             share.sent += event.nbytes
         if event.ended > event.begun:
             marks += [(event.begun, 1, place), (event.ended, 0, place)]
-    under_way = [0] * (FLIGHT + 1)  # number of events in progress, by index
+    active = [0] * (FLIGHT + 1)  # number of events in progress, by index
     before = 0.0
     for now, begins, place in sorted(marks):  # at equal times ends come first
-        if under_way[STEP]:
-            account(share, under_way, now - before)
+        if active[STEP]:
+            account(share, active, now - before)
         before = now
-        under_way[place] += 1 if begins else -1
+        active[place] += 1 if begins else -1
     return share
 
 
-def account(share: Share, under_way: Sequence[int], time: float) -> None:
+def account(share: Share, active: Sequence[int], time: float) -> None:
     """Add a time segment to the column of the first active claim, and to `hidden` if it hides a transfer."""
-    column = next((name for (name, *_), count in zip(CLAIMS, under_way, strict=False) if count), OTHER)
+    column = next((name for (name, *_), count in zip(CLAIMS, active, strict=False) if count), OTHER)
     share.columns[column] += time
-    if column != EXPOSED and under_way[FLIGHT]:
+    if column != EXPOSED and active[FLIGHT]:
         share.hidden += time
 
 

@@ -39,8 +39,8 @@ class Events(logging.Handler):
         """Write that the previous job was lost, if its status.json shows this, and that this job starts."""
         self._step = step
         if previous.get("state") == "running":
-            ranks, host, at = (shown(previous.get(key, "unknown")) for key in ("ranks", "host", "updated"))
-            reason = f"{ranks} rank(s), rank 0 on {host}, last seen at {at}: it was killed, or lost a host"
+            ranks, host, time = (shown(previous.get(key, "unknown")) for key in ("ranks", "host", "updated"))
+            reason = f"{ranks} rank(s), rank 0 on {host}, last seen at {time}: it was killed, or lost a host"
             self.note(LOST, reason=reason, step=previous.get("step", 0))
         self.note(STARTED, **facts)
         self._begun = True

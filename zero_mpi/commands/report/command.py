@@ -155,17 +155,17 @@ def figure(runs: Sequence[Run]) -> Json:
             for name, title in curves.items():
                 if name in run.curves.names:
                     steps, values = run.curves.points(name)
-                    few = name in ("val_loss", "wait_seconds")
+                    is_sparse = name in ("val_loss", "wait_seconds")
                     data.append({
                         "type": "scatter",
-                        "mode": "lines+markers" if few or len(steps) == 1 else "lines",
+                        "mode": "lines+markers" if is_sparse or len(steps) == 1 else "lines",
                         "x": steps.tolist(),
                         "y": [float(f"{y / unit:.6g}") if math.isfinite(y) else None for y in values],
                         "name": label(f"{run.name}: {title}"),
                         "legendgroup": f"{number}",
                         "showlegend": place == 0,
                         "yaxis": f"y{place + 2}",
-                        "line": {**line_of(number), "width": 1 if few else 1.6},
+                        "line": {**line_of(number), "width": 1 if is_sparse else 1.6},
                         "marker": {"size": 5, "symbol": "circle-open"},
                     })  # fmt: skip
     return {"data": data, "layout": layout(runs, panels)}

@@ -63,8 +63,8 @@ def make_parser() -> Parser:
         add(name, type=type(default), default=default, help=text)
     add("--hostfile", metavar="FILE", help="hosts and ranks (default: from the batch job)")
     add("--for", dest="form", choices=tuple(LINES), default="mpich", help="launcher that reads {hostfile}")
-    is_well = "command that exits with 0 if {host} works (default: ssh; in Slurm srun)"
-    add("--probe", metavar="COMMAND", help=is_well)
+    purpose = "command that exits with 0 if {host} works (default: ssh; in Slurm srun)"
+    add("--probe", metavar="COMMAND", help=purpose)
     add("--run", metavar="DIR", help="run folder (default: --out of the command)")
     return parser
 
@@ -128,8 +128,8 @@ class Restarts:
             while True:
                 is_own = self._folder.checkpoint() not in (first, NO_CHECKPOINT)
                 template = self._template.resuming() if is_own else self._template
-                started = Attempt(self._folder, self.stop, self._limits.hang_after)
-                ending = started.run(template.fill(hosts, Path(place)), settings)
+                start = Attempt(self._folder, self.stop, self._limits.hang_after)
+                ending = start.run(template.fill(hosts, Path(place)), settings)
                 if self.stop.at_once:
                     return INTERRUPTED
                 status = ending.final_status(bool(self.stop.signal_name))
@@ -179,8 +179,8 @@ class Restarts:
             if self._pool is None or len(hosts) >= self._limits.min_hosts:
                 self._report(ending, number, hosts, silent)
                 return hosts
-            few_left = f"{len(hosts)} of {plural(len(self._pool.hosts), 'host')} answer, --min-hosts "
-            ending = Ending(FAILED, {}, f"{few_left}{self._limits.min_hosts}", ending.step)
+            shortage = f"{len(hosts)} of {plural(len(self._pool.hosts), 'host')} answer, --min-hosts "
+            ending = Ending(FAILED, {}, f"{shortage}{self._limits.min_hosts}", ending.step)
             if not self._has_restarts(ending):
                 return FAILED
 

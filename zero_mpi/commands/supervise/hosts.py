@@ -67,9 +67,9 @@ class HostPool:
 
     def _ask(self, name: str) -> subprocess.Popen[bytes] | None:
         """Start the probe of a host in a new process group and return it; None if its program is missing."""
-        words, quiet = [word.replace(HERE, name) for word in self.probe], subprocess.DEVNULL
+        words, null = [word.replace(HERE, name) for word in self.probe], subprocess.DEVNULL
         try:
-            return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+            return subprocess.Popen(words, stdin=null, stdout=null, stderr=null, start_new_session=True)
         except OSError:
             return None
 

@@ -391,14 +391,14 @@ def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, in
     """
     files = open_checkpoint(folder)
     sources: dict[str, WeightSource] = {**files.weights, STATE: files.state}
-    for number, (role, owned) in enumerate(parts.items()):
+    for number, (role, shards) in enumerate(parts.items()):
         file = sources[role]
         read = partial(read_state, files.state) if role == STATE else file.read
         order = {name: place for place, name in enumerate(file.tensors)}
-        chunks = ((one, at) for one in owned for at in range(0, one.values.size, CHUNK_ELEMENTS))
+        chunks = ((shard, at) for shard in shards for at in range(0, shard.values.size, CHUNK_ELEMENTS))
         runs = (
-            one.runs(one.partition.bounds[rank] + at, one.on_host(slice(at, at + CHUNK_ELEMENTS)))
-            for one, at in chunks
+            shard.runs(shard.partition.bounds[rank] + at, shard.on_host(slice(at, at + CHUNK_ELEMENTS)))
+            for shard, at in chunks
         )
         for name, first, values in chain.from_iterable(runs):
             saved = read(name, first, first + values.size)
