@@ -114,7 +114,7 @@ def opened(number: int, raw: bytes, previous: str, start: int) -> Line:
 
 
 def digest_after(head: str, body: bytes) -> str:
-    """Return the digest of a line that follows the head `head`."""
+    """Return the digest of a line that follows `head`."""
     return hashlib.sha256(head.encode() + b"\n" + body).hexdigest()
 
 

@@ -109,9 +109,7 @@ def texts_of(value: Any, everything: bool) -> Iterator[str]:
 def key_lines(keys: Any, everything: bool) -> Iterator[str]:
     """Yield a line for each key of each file, or for each key whose values differ between two files."""
     if isinstance(keys, dict):
-        rows = (
-            (role, key, text_of(x, sys.maxsize)) for role, part in keys.items() for key, x in part.items()
-        )
+        rows = ((role, key, text_of(x, sys.maxsize)) for role, own in keys.items() for key, x in own.items())
     else:
         rows = ((key["file"], key["key"], " and ".join(map(text_of, key["values"]))) for key in keys)
     lines = (f"{role}: {shown(key)} = {text}" for role, key, text in rows)

@@ -288,7 +288,7 @@ def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segm
 
 
 def refuse(source: str, facts: Facts, recorded: Facts, record: str = f"the chain in {PROOF}") -> None:
-    """Raise Differs for the first value that is not the recorded value, naming the record (`record`)."""
+    """Raise Differs for the first value that is not the recorded value, naming `record`."""
     for key, before, now in differences(recorded, facts):
         label = {"corpus": CORPUS}.get(key, spelled(key) if key in FIELDS else shown(key))
         place = source if source == "here" else f"in {source}"
