@@ -26,7 +26,7 @@ def came(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def whole(what: str, value: Any, least: int | None = None, below: int | None = None) -> int:
+def whole(label: str, value: Any, least: int | None = None, below: int | None = None) -> int:
     """Return `value` as an integer of at least `least` and below `below`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -36,48 +36,48 @@ def whole(what: str, value: Any, least: int | None = None, below: int | None = N
     if number is None or not fits:
         limits = "" if least is None else f" of at least {least}"
         limits = limits if below is None else f" from {least} to {below - 1}"
-        raise ValueError(f"{what}: expected a whole number{limits}, got {came(value)}")
+        raise ValueError(f"{label}: expected a whole number{limits}, got {came(value)}")
     return number
 
 
 def number(
-    what: str, value: Any, *, least: float | None = None, above: float | None = None, below: float = math.inf
+    label: str, value: Any, *, least: float | None = None, above: float | None = None, below: float = math.inf
 ) -> float:
     """Return `value` as a finite number of at least `least`, above `above` and below `below`."""
     limits = [f"of at least {least:g}"] if least is not None else []
     limits += [f"above {above:g}"] if above is not None else []
     limits += [f"below {below:g}"] if below != math.inf else ["not infinite"]
-    given = float(value) if isinstance(value, Real) and value is not True and value is not False else None
-    if given is None or not -math.inf < given < below or (above is not None and given <= above):
-        given = None
-    if given is not None and (least is None or given >= least):
-        return given
-    raise ValueError(f"{what}: expected a number {' and '.join(limits)}, got {came(value)}")
+    scalar = float(value) if isinstance(value, Real) and value is not True and value is not False else None
+    if scalar is None or not -math.inf < scalar < below or (above is not None and scalar <= above):
+        scalar = None
+    if scalar is not None and (least is None or scalar >= least):
+        return scalar
+    raise ValueError(f"{label}: expected a number {' and '.join(limits)}, got {came(value)}")
 
 
-def instance(what: str, value: Any, kind: Any, example: str) -> None:
+def instance(label: str, value: Any, kind: Any, example: str) -> None:
     """Raise ValueError unless `value` is a `kind`; `example` says what was expected."""
     if not isinstance(value, kind):
-        raise ValueError(f"{what}: expected {example}, got {came(value)}")
+        raise ValueError(f"{label}: expected {example}, got {came(value)}")
 
 
-def array(what: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds: str = REAL) -> None:
+def array(label: str, value: Any, shape: tuple[int, ...] | None = None, *, kinds: str = REAL) -> None:
     """Raise ValueError unless `value` is an array whose dtype's kind is in `kinds`, with `shape` if given."""
     if not hasattr(value, "dtype") or not hasattr(value, "shape"):
-        raise ValueError(f"{what}: expected an array, got {came(value)}")
+        raise ValueError(f"{label}: expected an array, got {came(value)}")
     if value.dtype.kind not in kinds or value.dtype.name.startswith("void"):
-        expected = "whole" if kinds == WHOLE else "real" if kinds == REAL else "floating"
-        raise ValueError(f"{what}: expected an array of {expected} numbers, got one of {value.dtype.name}")
+        kind = "whole" if kinds == WHOLE else "real" if kinds == REAL else "floating"
+        raise ValueError(f"{label}: expected an array of {kind} numbers, got one of {value.dtype.name}")
     if shape is not None and tuple(value.shape) != shape:
-        raise ValueError(f"{what}: expected shape {shape}, got {tuple(value.shape)}")
+        raise ValueError(f"{label}: expected shape {shape}, got {tuple(value.shape)}")
 
 
-def same_names(what: str, given: Collection[Any], wanted: Collection[str]) -> None:
-    """Raise ValueError, with the first missing and surplus names, if `given` differs from `wanted`."""
-    missing = [name for name in wanted if name not in given]
-    surplus = [name for name in given if name not in wanted]
+def same_names(label: str, names: Collection[Any], reference: Collection[str]) -> None:
+    """Raise ValueError, with the first missing and surplus names, if `names` differs from `reference`."""
+    missing = [name for name in reference if name not in names]
+    surplus = [name for name in names if name not in reference]
     if missing or surplus:
-        raise ValueError(f"{what}: missing {some(missing)}; surplus {some(surplus)}")
+        raise ValueError(f"{label}: missing {some(missing)}; surplus {some(surplus)}")
 
 
 def some(names: Collection[Any], most: int = 3) -> str:

@@ -68,9 +68,9 @@ def import_optional(user: str, extra: str, *modules: str, otherwise: str = "") -
     package = modules[0].partition(".")[0]
     try:
         importlib.import_module(package)
-        found = tuple(map(importlib.import_module, modules))
+        libraries = tuple(map(importlib.import_module, modules))
     except ImportError as error:
-        why = first_line(error.__cause__ or error)  # CuPy frames its own message with lines of =
+        reason = first_line(error.__cause__ or error)  # CuPy frames its own message with lines of =
         remedy = f"pip install 'zero-mpi[{extra}]'{otherwise}"
-        raise UsageError(f"{user} needs {package} ({why}): {remedy}") from error
-    return found[0] if len(found) == 1 else found
+        raise UsageError(f"{user} needs {package} ({reason}): {remedy}") from error
+    return libraries[0] if len(libraries) == 1 else libraries

@@ -33,13 +33,13 @@ REFUSALS = (UsageError, JobError, Differs)  # errors that a command reports in o
 KINDS = {kind.__name__: kind for kind in (*REFUSALS, ValueError)}
 
 
-def agreed(comm: Comm, what: str, prepare: Callable[[], tuple[T, Facts]]) -> T:
+def agreed(comm: Comm, name: str, prepare: Callable[[], tuple[T, Facts]]) -> T:
     """Return the result of prepare() if its facts are the same on all ranks. Collective.
 
-    prepare() returns (result, facts) and must not communicate. `what` names the object in messages. If
+    prepare() returns (result, facts) and must not communicate. `name` names the object in messages. If
     prepare() raises ValueError on any rank, all ranks raise it; if facts differ, all raise UsageError.
     """
-    return alike(comm, prepare, (ValueError,), f" in {what}")
+    return alike(comm, prepare, (ValueError,), f" in {name}")
 
 
 def run_on_all(comm: Comm, action: Callable[[], T]) -> T:
@@ -59,13 +59,13 @@ def alike(
     comm: Comm,
     prepare: Callable[[], tuple[T, Facts]],
     caught: tuple[type[Exception], ...],
-    what: str = "",
+    subject: str = "",
     remedy: str = "",
 ) -> T:
     """Return the result of prepare(), which returns (result, facts). Raise `caught` errors on all ranks.
 
     If facts differ, raise on all ranks a UsageError that names the first differing fact, the first rank with
-    an unusual value, and its host. `what` and `remedy` become parts of the message. Collective.
+    an unusual value, and its host. `subject` and `remedy` become parts of the message. Collective.
     """
 
     def spelled(prepared: tuple[T, Facts] | None) -> dict[str, str]:
@@ -78,10 +78,10 @@ def alike(
     if len(set(digests)) > 1:
         hosts, all_facts = zip(*comm.allgather_object((platform.node(), spelled(prepared))), strict=True)
         name, values, rank, usual = odd_fact(all_facts)
-        others = [number for number, value in enumerate(values) if value == usual]
+        majority = [number for number, value in enumerate(values) if value == usual]
         raise UsageError(
-            f"the ranks differ{what}: rank {rank} on {hosts[rank]} has {name} "
-            f"{shown(values[rank], LONGEST)}, {named(others)} (on {hosts[others[0]]}) "
+            f"the ranks differ{subject}: rank {rank} on {hosts[rank]} has {name} "
+            f"{shown(values[rank], LONGEST)}, {named(majority)} (on {hosts[majority[0]]}) "
             f"{shown(usual, LONGEST)}{remedy}"
         )
     return prepared[0]
@@ -105,7 +105,7 @@ def exchange(
     for rank, (kind, text, _) in enumerate(answers):
         if kind:
             raise problem if problem and str(problem) == text else KINDS[kind](f"rank {rank}: {text}")
-    return result, [theirs for _, _, theirs in answers]
+    return result, [answer for _, _, answer in answers]
 
 
 def odd_fact(all_facts: Sequence[Mapping[str, str]]) -> tuple[str, list[str], int, str]:

@@ -34,16 +34,16 @@ def clock_offset(comm: Comm) -> Offset:
     nodes = comm.nodes()
     (chunk,) = Partition(comm.size, comm.size).cut(comm.size)
     word, readings = np.zeros(1), np.zeros(comm.size) if comm.rank == 0 else None
-    tries = []
+    trips = []
     for _ in range(TRIES):
         begun = time.perf_counter()
         comm.broadcast(word, label="clock").wait()
         comm.gather(np.array([time.perf_counter()]), readings, chunk, label="clock")
-        way = time.perf_counter() - begun
-        tries.append((way, begun, None if readings is None else readings.tolist()))
-    found: Any = comm.broadcast_object(min(tries))
-    way, begun, there = found
+        duration = time.perf_counter() - begun
+        trips.append((duration, begun, None if readings is None else readings.tolist()))
+    trip: Any = comm.broadcast_object(min(trips))
+    duration, begun, times = trip
     first = nodes.index(nodes[comm.rank])
     if first == 0:
         return Offset(0.0, 0.0, time.perf_counter())
-    return Offset(there[first] - (begun + way / 2), way / 2, there[first])
+    return Offset(times[first] - (begun + duration / 2), duration / 2, times[first])

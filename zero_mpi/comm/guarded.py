@@ -76,12 +76,12 @@ class NumberedComm(CommWrapper):
         records.of_comms.append(self._record)
         self._number = 0  # number of the next collective
 
-    def wrap(self, other: Comm) -> Comm:
-        return type(self)(other)
+    def wrap(self, comm: Comm) -> Comm:
+        return type(self)(comm)
 
-    def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        what = about[0] if about else ""
-        self._record.append(Started(self._number, kind, label, getattr(what, "size", what)))
+    def on_collective(self, kind: str, label: str = "", *arguments: Array | Partition | str) -> None:
+        argument = arguments[0] if arguments else ""
+        self._record.append(Started(self._number, kind, label, getattr(argument, "size", argument)))
         self._number += 1
 
 
@@ -93,21 +93,21 @@ class GuardedComm(NumberedComm):
 
     _thread = 0  # identifier of the thread that owns this communicator
 
-    def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        me = threading.current_thread()
-        assert me.ident is not None
-        if me.ident != self._thread:
-            records.threads.add(me.ident)
-            owner = next((each for each in threading.enumerate() if each.ident == self._thread), None)
+    def on_collective(self, kind: str, label: str = "", *arguments: Array | Partition | str) -> None:
+        caller = threading.current_thread()
+        assert caller.ident is not None
+        if caller.ident != self._thread:
+            records.threads.add(caller.ident)
+            owner = next((thread for thread in threading.enumerate() if thread.ident == self._thread), None)
             if owner is not None:
                 raise ThreadError(
-                    f"rank {self.rank}: thread {me.name!r} starts {collective((kind, label))}, but this "
+                    f"rank {self.rank}: thread {caller.name!r} starts {collective((kind, label))}, but this "
                     f"communicator belongs to thread {owner.name!r}: collectives of two threads have no "
                     "common order on all ranks; use each communicator and its modules in one thread, and "
                     "create another one for a second thread with connect(), on all ranks in the same order"
                 )
-            self._thread = me.ident
-        super().on_collective(kind, label, *about)
+            self._thread = caller.ident
+        super().on_collective(kind, label, *arguments)
 
 
 class CheckedComm(CommWrapper):
@@ -121,31 +121,31 @@ class CheckedComm(CommWrapper):
         self._control = inner.background()
         self._number = 0  # number of the next collective
 
-    def wrap(self, other: Comm) -> Comm:
-        return CheckedComm(other)
+    def wrap(self, comm: Comm) -> Comm:
+        return CheckedComm(comm)
 
-    def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        details = f" ({', '.join(map(spelled, about))})" if about else ""
-        own = collective((kind, label)) + details
+    def on_collective(self, kind: str, label: str = "", *arguments: Array | Partition | str) -> None:
+        details = f" ({', '.join(map(spelled, arguments))})" if arguments else ""
+        text = collective((kind, label)) + details
         number, self._number = self._number, self._number + 1
         with self.meter.waiting(f"the check before {kind}", label):
-            if self._all_equal(own):
+            if self._all_equal(text):
                 return
-            texts = self._control.allgather_object(own)
+            texts = self._control.allgather_object(text)
         odd = odd_one(texts)
         assert odd is not None, "digests differ, but texts do not"
         rank, usual = odd
-        others = "rank 0 starts" if len(texts) == 2 else f"{texts.count(usual)} of {len(texts)} ranks start"
+        majority = "rank 0 starts" if len(texts) == 2 else f"{texts.count(usual)} of {len(texts)} ranks start"
         raise JobError(
             f"the ranks start different collectives: number {number} (from 0) is {texts[rank]} on rank "
-            f"{rank}, where {others} {usual}"
+            f"{rank}, where {majority} {usual}"
         )
 
-    def _all_equal(self, own: str) -> bool:
+    def _all_equal(self, text: str) -> bool:
         """Return whether all ranks have the same text; advance the transfers of `inner` meanwhile."""
-        digest = np.frombuffer(hashlib.sha256(own.encode()).digest()[:DIGEST], np.uint8)
-        found = np.empty(DIGEST * self._control.size, np.uint8)
-        handle = self._control.allgather(digest, found, Partition(found.size, self._control.size), "digests")
+        digest = np.frombuffer(hashlib.sha256(text.encode()).digest()[:DIGEST], np.uint8)
+        codes = np.empty(DIGEST * self._control.size, np.uint8)
+        handle = self._control.allgather(digest, codes, Partition(codes.size, self._control.size), "digests")
 
         def arrived() -> bool:
             self._inner.progress()
@@ -153,7 +153,7 @@ class CheckedComm(CommWrapper):
 
         wait_until(arrived, crowded=True)
         handle.wait()
-        return bool((found.reshape(-1, DIGEST) == found[:DIGEST]).all())
+        return bool((codes.reshape(-1, DIGEST) == codes[:DIGEST]).all())
 
     def close(self) -> None:
         self.on_collective("close")
@@ -161,10 +161,10 @@ class CheckedComm(CommWrapper):
         self._inner.close()
 
 
-def spelled(about: Array | Partition | str) -> str:
+def spelled(argument: Array | Partition | str) -> str:
     """Return the properties of an argument that must be equal on all ranks, such as an array's size."""
-    if isinstance(about, str):
-        return about
-    if isinstance(about, Partition):
-        return f"{about.length} divided among {about.parts} at multiples of {about.quantum}"
-    return f"{about.size} {about.dtype.name}"
+    if isinstance(argument, str):
+        return argument
+    if isinstance(argument, Partition):
+        return f"{argument.length} divided among {argument.parts} at multiples of {argument.quantum}"
+    return f"{argument.size} {argument.dtype.name}"

@@ -77,20 +77,20 @@ class Reductions:
         return max(self.slices, default=0)
 
 
-def of_messages(asked: Reductions) -> int:
+def of_messages(reductions: Reductions) -> int:
     """Return the bytes that a host rank needs for received data before it is added.
 
     An exact reduction in progress has up to two chunks of every contributor; rounds with fewer contributors
     have separate chunks. Only the memory pages that slices fill are counted. The library writes its sums in
     place, unless they are added to the sums of earlier rounds.
     """
-    if asked.replicated:
-        return by_chain(asked, posted=asked.per_node - 1)
-    if not asked.exact:
-        return SUM * asked.longest * asked.in_flight if asked.accumulates else 0
-    place = -(-min(asked.longest, EXACT_CHUNK) * asked.itemsize // PAGE) * PAGE
-    buffers = min(EXACT_DEPTH, -(-asked.longest // EXACT_CHUNK)) * asked.in_flight
-    return buffers * place * sum(count - 1 for count in asked.contributors)
+    if reductions.replicated:
+        return by_chain(reductions, posted=reductions.per_node - 1)
+    if not reductions.exact:
+        return SUM * reductions.longest * reductions.in_flight if reductions.accumulates else 0
+    chunk_bytes = -(-min(reductions.longest, EXACT_CHUNK) * reductions.itemsize // PAGE) * PAGE
+    buffers = min(EXACT_DEPTH, -(-reductions.longest // EXACT_CHUNK)) * reductions.in_flight
+    return buffers * chunk_bytes * sum(count - 1 for count in reductions.contributors)
 
 
 def chain_chunk(nodes: int) -> int:
@@ -98,26 +98,26 @@ def chain_chunk(nodes: int) -> int:
     return max(LEAST_CHAIN_CHUNK, CHAIN_CHUNK * FULL_CHUNKS // max(FULL_CHUNKS, nodes))
 
 
-def by_chain(asked: Reductions, posted: int = 0) -> int:
+def by_chain(reductions: Reductions, posted: int = 0) -> int:
     """Return the bytes of buffers for chunks from the previous node and from `posted` ranks of this node.
 
     A lane sums one slice per node, or only the rank's own slice if each node has all slices.
     """
-    carried = asked.longest * (1 if asked.replicated else asked.nodes)
-    chunk = chain_chunk(asked.nodes)
-    chunks = min(CHAIN_DEPTH, -(-carried // chunk))
-    sizes = SUM + posted * asked.itemsize
-    return asked.in_flight * chunks * min(chunk, asked.longest) * sizes
+    length = reductions.longest * (1 if reductions.replicated else reductions.nodes)
+    chunk = chain_chunk(reductions.nodes)
+    chunks = min(CHAIN_DEPTH, -(-length // chunk))
+    sizes = SUM + posted * reductions.itemsize
+    return reductions.in_flight * chunks * min(chunk, reductions.longest) * sizes
 
 
-def on_gpus(depth: int, place: int, asked: Reductions) -> int:
-    """Return the bytes on a GPU of `depth` chunks of `place` elements from each other rank, for exact sums.
+def on_gpus(depth: int, length: int, reductions: Reductions) -> int:
+    """Return the bytes on a GPU of `depth` chunks of `length` elements from each other rank, for exact sums.
 
     If the library's sums are added to earlier sums, they need a buffer for each slice length.
     """
-    if asked.exact:
-        return asked.in_flight * depth * (asked.ranks - 1) * place * asked.itemsize
-    return SUM * sum(set(asked.slices)) if asked.accumulates else 0
+    if reductions.exact:
+        return reductions.in_flight * depth * (reductions.ranks - 1) * length * reductions.itemsize
+    return SUM * sum(set(reductions.slices)) if reductions.accumulates else 0
 
 
 def staged_chunk(others: int) -> int:
@@ -125,10 +125,10 @@ def staged_chunk(others: int) -> int:
     return max(LEAST_STAGE, STAGE_BYTES // others)
 
 
-def through_host(asked: Reductions) -> int:
+def through_host(reductions: Reductions) -> int:
     """Return the bytes on the GPU of the staged transport, without its host memory."""
-    place = staged_chunk(asked.ranks - 1) // asked.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
-    return asked.in_flight * STAGED_DEPTH * (asked.ranks - 1) * place * asked.itemsize
+    length = staged_chunk(reductions.ranks - 1) // reductions.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
+    return reductions.in_flight * STAGED_DEPTH * (reductions.ranks - 1) * length * reductions.itemsize
 
 
 def padded(length: int) -> int:
@@ -169,9 +169,9 @@ class Transport:
     spans_nodes: bool = True
     takes: Callable[[Reductions], int] = lambda asked: 0
 
-    def scratch(self, asked: Reductions) -> int:
+    def scratch(self, reductions: Reductions) -> int:
         """Return the bytes of a rank's receive buffers, on the device of its arrays."""
-        return self.takes(asked) if asked.ranks > 1 else 0
+        return self.takes(reductions) if reductions.ranks > 1 else 0
 
     def pinned(self, ranks: int) -> int:
         """Return the bytes of pinned host memory through which a rank's transfers pass."""
@@ -210,10 +210,10 @@ def asked_for(flag: str, on_gpu: bool) -> tuple[Transport, ...]:
 def check_flag(flag: str, on_gpu: bool) -> None:
     """Raise UsageError for a --transport value that is only for the other device."""
     if flag != AUTO and not asked_for(flag, on_gpu):
-        why = "it needs GPU arrays; use --device cuda or --transport mpi"
+        reason = "it needs GPU arrays; use --device cuda or --transport mpi"
         if on_gpu:
-            why = "it cannot share GPU memory; with --device cuda use auto, mpi, staged or nccl"
-        raise UsageError(f"--transport {flag}: {why}")
+            reason = "it cannot share GPU memory; with --device cuda use auto, mpi, staged or nccl"
+        raise UsageError(f"--transport {flag}: {reason}")
 
 
 def expected(flag: str, *, on_gpu: bool, ranks: int, nodes: int) -> Transport:

@@ -32,7 +32,7 @@ class Meter:
         self.what: tuple[str, str] = ("", "")
         self.changed = time.perf_counter()
         self._depth = self._accounted = 0
-        _known[:] = [known for known in _known if known() is not None]
+        _known[:] = [ref for ref in _known if ref() is not None]
         _known.append(weakref.ref(self))
 
     @property
@@ -79,9 +79,9 @@ class Meter:
 
 def meters() -> list[Meter]:
     """Return the meters in use in this process, oldest first."""
-    return [meter for known in _known if (meter := known()) is not None]
+    return [meter for ref in _known if (meter := ref()) is not None]
 
 
-def collective(what: tuple[str, str]) -> str:
+def collective(parts: tuple[str, str]) -> str:
     """Return the name of a collective from its kind and label, for messages."""
-    return " of ".join(part for part in what if part)
+    return " of ".join(part for part in parts if part)

@@ -63,10 +63,10 @@ class MPIComm(Comm):
     def _thread_pays(self) -> bool:
         """Return whether a progress thread helps: MPI allows it, and a core is free or ranks span hosts."""
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
-        ranks_here, alone = node.Get_size(), node.Get_size() == self.size
+        ranks_here, is_one_node = node.Get_size(), node.Get_size() == self.size
         node.Free()
         crowded = ranks_here >= environment.node_cores()
-        pays = MPI.Query_thread() == MPI.THREAD_MULTIPLE and self.size > 1 and not (alone and crowded)
+        pays = MPI.Query_thread() == MPI.THREAD_MULTIPLE and self.size > 1 and not (is_one_node and crowded)
         return all(self.allgather_object(pays))
 
     def start(self, running: Running, kind: str, label: str, record: Record | None = None) -> Handle:
@@ -120,10 +120,10 @@ class MPIComm(Comm):
         for number in range(len(starts) + EXACT_DEPTH - 1):
             if number < len(starts):
                 posted.append(self._post(full, slots[number % EXACT_DEPTH], partition, starts[number], tag))
-            done = number - (EXACT_DEPTH - 1)
-            if 0 <= done < len(starts):
+            oldest = number - (EXACT_DEPTH - 1)
+            if 0 <= oldest < len(starts):
                 yield posted.pop(0)
-                slot, start = slots[done % EXACT_DEPTH], starts[done]
+                slot, start = slots[oldest % EXACT_DEPTH], starts[oldest]
                 part = partition.span(self.rank, start, size)
                 length = part.stop - part.start
                 parts = [
@@ -150,17 +150,17 @@ class MPIComm(Comm):
         return requests
 
     def _fast_reduce(self, asked: ReduceScatter) -> Running:
-        full, kind, requests, received = asked.full, mpi_type(asked.full), [], []
+        full, kind, requests, pairs = asked.full, mpi_type(asked.full), [], []
         for chunk in asked.partition.cut(self.fast_chunk):
             target = asked.out[chunk.of_slice(asked.partition, self.rank)]
-            arrives = empty(target.size, full.dtype) if asked.accumulate else target
+            buffer = empty(target.size, full.dtype) if asked.accumulate else target
             send = [full[chunk.start : chunk.stop], kind]
-            requests.append(self._gradients.Ireduce_scatter(send, [arrives, kind], chunk.counts, MPI.SUM))
-            received.append((target, arrives))
+            requests.append(self._gradients.Ireduce_scatter(send, [buffer, kind], chunk.counts, MPI.SUM))
+            pairs.append((target, buffer))
         yield requests
         if asked.accumulate:
-            for target, arrives in received:
-                np.add(target, arrives, out=target)
+            for target, buffer in pairs:
+                np.add(target, buffer, out=target)
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
         self.meter.sent_bytes += array.nbytes if self.size > 1 else 0
@@ -211,8 +211,8 @@ class MPIComm(Comm):
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
         with self.meter.waiting("gather_object"):
-            found: list[Any] | None = self._gathering("gather_object").gather(value, root)
-        return found
+            values: list[Any] | None = self._gathering("gather_object").gather(value, root)
+        return values
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         with self.meter.waiting("broadcast_object"):
@@ -232,9 +232,9 @@ class MPIComm(Comm):
 
     def split(self, group: int) -> Comm:
         ranks = self._control.Split(group, self.rank)
-        found = MPIComm(ranks, threaded=False, patient=self._patient)
+        comm = MPIComm(ranks, threaded=False, patient=self._patient)
         ranks.Free()
-        return found
+        return comm
 
     def nodes(self) -> list[int]:
         node = node_communicator(self._control)

@@ -56,9 +56,9 @@ class Partition:
         """Yield contiguous chunks of the buffer, of at most `most` elements."""
         for start in range(0, self.length, most):
             stop = min(start + most, self.length)
-            inside = [min(max(bound, start), stop) - start for bound in self.bounds]
-            counts = tuple(b - a for a, b in pairwise(inside))
-            yield Chunk(start, stop, counts, tuple(inside[:-1]))
+            offsets = [min(max(bound, start), stop) - start for bound in self.bounds]
+            counts = tuple(b - a for a, b in pairwise(offsets))
+            yield Chunk(start, stop, counts, tuple(offsets[:-1]))
 
 
 @lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ class SerialComm(Comm):
         self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
         zeros = device.in_use().zeros
-        return ModuleMemory([zeros(one.length) for one in full], BufferPool())  # the slice is the full array
+        return ModuleMemory([zeros(part.length) for part in full], BufferPool())  # the slice is all of it
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         if shard is not None:

@@ -62,9 +62,9 @@ class Topology:
 
 def node_communicator(world: Any) -> Any:
     """Return the communicator of the ranks of `world` on this node, in the same order. Collective."""
-    pretended = os.environ.get(PRETEND, "")
-    if pretended.isdigit() and int(pretended) > 0:
-        return world.Split(world.Get_rank() // int(pretended), world.Get_rank())
+    setting = os.environ.get(PRETEND, "")
+    if setting.isdigit() and int(setting) > 0:
+        return world.Split(world.Get_rank() // int(setting), world.Get_rank())
     return world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank())
 
 

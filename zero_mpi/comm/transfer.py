@@ -30,16 +30,16 @@ def has_come(needed: Needed) -> bool:
 
 
 @contextmanager
-def borrowed(free: list[Any], new: Callable[[], Any]) -> Iterator[Any]:
+def borrowed(free: list[Any], make: Callable[[], Any]) -> Iterator[Any]:
     """Return a context that lends an object of `free`, or a new one, and then adds it to `free`."""
     try:  # another thread may run this at the same time
-        lent = free.pop()
+        loan = free.pop()
     except IndexError:
-        lent = new()
+        loan = make()
     try:
-        yield lent
+        yield loan
     finally:
-        free.append(lent)
+        free.append(loan)
 
 
 class Transfer(Handle):

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from zero_mpi.comm.mpi import MPIComm
 
 
-def _forwarded(name: str, about: Callable[..., tuple[str, ...]] = lambda *given: ()) -> Any:
-    """Return a method that reports and forwards a collective; `about` returns facts equal on all ranks."""
+def _forwarded(name: str, facts: Callable[..., tuple[str, ...]] = lambda *arguments: ()) -> Any:
+    """Return a method that reports and forwards a collective; `facts` returns facts equal on all ranks."""
 
-    def method(self: CommWrapper, *given: Any, **named: Any) -> Any:
-        self.on_collective(name, "", *about(*given, **named))
-        return getattr(self._inner, name)(*given, **named)
+    def method(self: CommWrapper, *arguments: Any, **keywords: Any) -> Any:
+        self.on_collective(name, "", *facts(*arguments, **keywords))
+        return getattr(self._inner, name)(*arguments, **keywords)
 
     return method
 
@@ -37,17 +37,17 @@ class CommWrapper(Comm):
         self.sums_in_place, self.replicates_by_node = inner.sums_in_place, inner.replicates_by_node
         self._group: tuple[Comm, Comm] | None = None  # inner shard group, and its wrapper
 
-    def on_collective(self, kind: str, label: str = "", *about: Array | Partition | str) -> None:
-        """Note a collective that is about to start. `about` must be equal on all ranks; for an array in it,
+    def on_collective(self, kind: str, label: str = "", *arguments: Array | Partition | str) -> None:
+        """Note a collective that is about to start. `arguments` must be equal on all ranks; for an array,
         size and type must be equal. Arrays are not passed as text, since few implementations need text."""
 
     def wrapped(self, inner: Handle) -> Handle:
         """Return the handle that the caller gets for a handle of the inner transport."""
         return inner
 
-    def wrap(self, other: Comm) -> Comm:
+    def wrap(self, comm: Comm) -> Comm:
         """Wrap another transport of all or some of these ranks in the same way. Collective."""
-        return other
+        return comm
 
     @property
     def about(self) -> str:
@@ -56,14 +56,14 @@ class CommWrapper(Comm):
     # -------------------------------------------------------------------------------------- on arrays
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        where = "slices in place" if shard is None else "from slices"
-        self.on_collective("allgather", label, full, partition, where)
+        source = "slices in place" if shard is None else "from slices"
+        self.on_collective("allgather", label, full, partition, source)
         return self.wrapped(self._inner.allgather(shard, full, partition, label))
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
         ranks = f"{asked.contributors} contributors"
-        how = "added to the output" if asked.accumulate else "from zero"
-        self.on_collective("reduce_scatter", asked.label, asked.full, asked.partition, ranks, how)
+        mode = "added to the output" if asked.accumulate else "from zero"
+        self.on_collective("reduce_scatter", asked.label, asked.full, asked.partition, ranks, mode)
         return self.wrapped(self._inner.reduce_scatter(**vars(asked)))
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
@@ -91,7 +91,7 @@ class CommWrapper(Comm):
     def memory(
         self, full: Sequence[Partition], buffers: Sequence[int], gathers: Sequence[int] = ()
     ) -> ModuleMemory:
-        lengths = f"full arrays {[one.length for one in full]}"
+        lengths = f"full arrays {[partition.length for partition in full]}"
         self.on_collective("memory", "", lengths, f"buffers {list(buffers)}", f"gathers {list(gathers)}")
         return self._inner.memory(full, buffers, gathers)
 

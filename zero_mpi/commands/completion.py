@@ -53,22 +53,22 @@ def command(world: World, arguments: Sequence[str]) -> int:
 
 def whole_parser(shtab: Any) -> argparse.ArgumentParser:
     """Return one parser for `zero-mpi` that has a subparser for each command."""
-    whole = argparse.ArgumentParser(prog="zero-mpi")
-    whole.add_argument("--version", action="version", version="", help="show the version and exit")
-    parts = whole.add_subparsers(dest="command")
+    parser = argparse.ArgumentParser(prog="zero-mpi")
+    parser.add_argument("--version", action="version", version="", help="show the version and exit")
+    parts = parser.add_subparsers(dest="command")
     for name, text in COMMANDS.items():
         part = parts.add_parser(name, parents=[parser_of(name)], add_help=False, help=text)
         for action in part._actions:
             if action.metavar in FILES + FOLDERS or action.dest in ("path", "other", "source", "target"):
                 place = shtab.DIRECTORY if action.metavar in FOLDERS else shtab.FILE
                 action.complete = place  # type: ignore[attr-defined]
-    return whole
+    return parser
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    place = "zero_mpi.config.command_line" if name == "train" else module_of(name)
-    result: argparse.ArgumentParser = importlib.import_module(place).make_parser()
-    return result
+    module = "zero_mpi.config.command_line" if name == "train" else module_of(name)
+    parser: argparse.ArgumentParser = importlib.import_module(module).make_parser()
+    return parser
 
 
 main = partial(run, "completion", command, alone=True)

@@ -36,20 +36,20 @@ class HostEntry:
     slots: int = 1
 
 
-def read_hosts(lines: Iterable[str], where: str) -> list[HostEntry]:
-    """Return the hosts in a file called `where`, in order. Raise UsageError naming an invalid line."""
+def read_hosts(lines: Iterable[str], source: str) -> list[HostEntry]:
+    """Return the hosts in a file called `source`, in order. Raise UsageError naming an invalid line."""
     hosts = Counter[str]()
     for number, line in enumerate(lines, 1):
         text = re.sub(r"(^|\s)#.*", "", line).strip()
         if not text:
             continue
-        found = LINE.fullmatch(text)
-        given = SLOTS.findall(found["rest"] or "") if found else []
-        if found is None or len(given) > 1:
-            raise UsageError(f"{where}:{number}: {FORMS}, got {show(text)}")
-        hosts[found["name"]] += int(found["count"] or [*given, "1"][0])
+        match = LINE.fullmatch(text)
+        counts = SLOTS.findall(match["rest"] or "") if match else []
+        if match is None or len(counts) > 1:
+            raise UsageError(f"{source}:{number}: {FORMS}, got {show(text)}")
+        hosts[match["name"]] += int(match["count"] or [*counts, "1"][0])
     if not hosts:
-        raise UsageError(f"{where}: names no host; {FORMS} on each line")
+        raise UsageError(f"{source}: names no host; {FORMS} on each line")
     return [HostEntry(name, slots) for name, slots in hosts.items()]
 
 
@@ -63,14 +63,14 @@ LINES: Mapping[str, Callable[[HostEntry], str]] = {  # for mpiexec -f, mpirun --
 
 def hosts_in(path: str) -> list[HostEntry]:
     """Return the hosts in a file, or in standard input for "-". Raise UsageError for an invalid file."""
-    where = "standard input" if path == "-" else shown(path)
+    source = "standard input" if path == "-" else shown(path)
     try:
         data = sys.stdin.buffer.read(MOST_BYTES) if path == "-" else read_file(path, MOST_BYTES)
-        return read_hosts(data.decode().splitlines(), where)
+        return read_hosts(data.decode().splitlines(), source)
     except FileError as error:
         raise UsageError(f"{error}; {FORMS} on each line") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{where}: is not text; {FORMS} on each line") from None
+        raise UsageError(f"{source}: is not text; {FORMS} on each line") from None
 
 
 def make_parser() -> Parser:

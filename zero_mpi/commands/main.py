@@ -47,8 +47,8 @@ def main() -> None:
         print("\n".join(f"  {command:10}  {text}" for command, text in COMMANDS.items()))
         print("\nexamples:\n" + "\n".join(f"  {line}" for line in EXAMPLES.splitlines()))
     else:
-        meant = nearest(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
-        sys.stderr.write(f"zero-mpi: error: {show(name)} is not a command{meant}\n")
+        hint = nearest(name, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
+        sys.stderr.write(f"zero-mpi: error: {show(name)} is not a command{hint}\n")
         sys.exit(2)
 
 
@@ -61,6 +61,6 @@ def module_of(name: str) -> str:
     """Return the name of the module that has the command's `main`."""
     if name == "train":
         return "zero_mpi.train.command"
-    place = f"zero_mpi.commands.{name}"
-    spec = find_spec(place)
-    return f"{place}.command" if spec is not None and spec.submodule_search_locations else place
+    module = f"zero_mpi.commands.{name}"
+    spec = find_spec(module)
+    return f"{module}.command" if spec is not None and spec.submodule_search_locations else module

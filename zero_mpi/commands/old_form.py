@@ -25,8 +25,8 @@ class OldForms:
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, command = name.partition(".")
-        found = package == "zero_mpi" and (command in MOVED or command == "plan.__main__")
-        return spec_from_file_location(name, __file__) if found else None
+        is_old = package == "zero_mpi" and (command in MOVED or command == "plan.__main__")
+        return spec_from_file_location(name, __file__) if is_old else None
 
 
 def run(name: str) -> None:

@@ -52,12 +52,12 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     within("count", options.count, 0)
     files = collect_files(options.data)
-    pairs = [holds_pairs(path, labels=True) for _, path in files]
-    if not all(pairs) and not are_conversations(files):
+    are_pairs = [holds_pairs(path, labels=True) for _, path in files]
+    if not all(are_pairs) and not are_conversations(files):
         for name, path in files:
             if kind := kind_of(beginning(path, bool)[:HEAD], name):
-                about = f"found {kind.name}: {kind.remedy}"
-                raise UsageError(f"--data {shown(path)}: expected conversations as .jsonl, {about}")
+                detail = f"found {kind.name}: {kind.remedy}"
+                raise UsageError(f"--data {shown(path)}: expected conversations as .jsonl, {detail}")
         raise UsageError(f"--data {named(options.data)}: expected conversations as .jsonl, found none")
     source = open_weights(options.path) if is_folder(options.path) else None
     tokenizer = tokenizer_of(source, read_model(source)) if source else tokenizer_in(options.path)
@@ -66,15 +66,15 @@ def command(world: World, arguments: Sequence[str]) -> int:
     inputs = template_inputs(options, tokenizer)
     loss_on = options.loss_on or tokenized.ANSWERS
     reader = tokenized.ConversationReader(tokenizer, loss_on, bos_of(tokenizer, AUTO), inputs)
-    read = reader.read(files, bad)
-    if all(pairs):
-        both = reader.read_pairs(files, bad, labels=True)
-        read = (side for pair in both for side in pair if side is not None)
-    for found in read:
-        totals.add(found.name, found.facts)
-        if len(samples) < options.count * (1 + all(pairs)):
-            parts = [{"text": text, "counted": counts} for text, counts in parts_of(found)]
-            samples.append({"name": found.name, **found.facts, "parts": parts})
+    conversations = reader.read(files, bad)
+    if all(are_pairs):
+        pairs = reader.read_pairs(files, bad, labels=True)
+        conversations = (side for pair in pairs for side in pair if side is not None)
+    for conversation in conversations:
+        totals.add(conversation.name, conversation.facts)
+        if len(samples) < options.count * (1 + all(are_pairs)):
+            parts = [{"text": text, "counted": counts} for text, counts in parts_of(conversation)]
+            samples.append({"name": conversation.name, **conversation.facts, "parts": parts})
     notes = [*totals.cautions(), *(bad.notes() if bad else ())]
     if notes and not totals.sums:
         raise UsageError(f"--data {named(options.data)}: expected a row that can be read; {notes[-1]}")
@@ -86,13 +86,13 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0
 
 
-def parts_of(found: tokenized.TokenizedConversation) -> Iterator[tuple[str, bool]]:
+def parts_of(conversation: tokenized.TokenizedConversation) -> Iterator[tuple[str, bool]]:
     """Yield the text of a conversation as pairs (part, True if its tokens count in the loss)."""
-    changes = np.flatnonzero(np.diff(found.counted)) + 1
-    ends, raw = np.concatenate(([0], np.cumsum(found.lengths))), found.text.encode()
-    for first, last in pairwise([0, *changes.tolist(), len(found.ids)]):
+    changes = np.flatnonzero(np.diff(conversation.counted)) + 1
+    ends, raw = np.concatenate(([0], np.cumsum(conversation.lengths))), conversation.text.encode()
+    for first, last in pairwise([0, *changes.tolist(), len(conversation.ids)]):
         if first < last:
-            yield raw[ends[first] : ends[last]].decode(errors="replace"), bool(found.counted[first])
+            yield raw[ends[first] : ends[last]].decode(errors="replace"), bool(conversation.counted[first])
 
 
 def lines(samples: list[dict[str, Any]], totals: tokenized.Totals, notes: list[str]) -> Iterator[str]:
@@ -104,11 +104,11 @@ def lines(samples: list[dict[str, Any]], totals: tokenized.Totals, notes: list[s
             inner = readable(part["text"])
             text += f"«{inner}»" if part["counted"] else inner
         yield from (*text.split("\n"), "")
-    of = totals.sums
-    share = percent(of["counted"] / max(1, of["tokens"]))
+    sums = totals.sums
+    share = percent(sums["counted"] / max(1, sums["tokens"]))
     yield (
-        f"{plural(of['conversations'], 'conversation')}: {plural(of['tokens'], 'token')}, "
-        f"{of['counted']:,} of them counted ({share}); the longest has {totals.longest:,}"
+        f"{plural(sums['conversations'], 'conversation')}: {plural(sums['tokens'], 'token')}, "
+        f"{sums['counted']:,} of them counted ({share}); the longest has {totals.longest:,}"
     )
     yield from notes
 

@@ -81,7 +81,7 @@ class Recorded:
     def steps(self) -> list[int]:
         """Numbers of the steps that every rank has completed."""
         per_rank = [
-            {each.step for each in slices if (each.family, each.kind) == (spans.STEPS, "step")}
+            {event.step for event in slices if (event.family, event.kind) == (spans.STEPS, "step")}
             for slices in self.ranks.values()
         ]
         return sorted(set.intersection(*per_rank)) if per_rank else []
@@ -92,8 +92,8 @@ def read(path: Path) -> Recorded:
     try:
         lines, ranks = lines_of(path), dict[int, list[Slice]]()
         head = parse_json(next(lines, b"").rstrip(b",\r\n") + b"}", null_for_infinite=True)
-        about = head["otherData"]
-        if "zero_mpi" not in about or next(lines, b"") != b'"traceEvents":[\n':
+        facts = head["otherData"]
+        if "zero_mpi" not in facts or next(lines, b"") != b'"traceEvents":[\n':
             raise ValueError("it does not start like a timeline")
         for line in lines:
             if line.startswith(b"]"):
@@ -101,26 +101,26 @@ def read(path: Path) -> Recorded:
             take(parse_json(line.rstrip(b",\r\n")), ranks)
         else:
             raise ValueError("it ends too early")
-        found = Recorded(path, dict(sorted(ranks.items())), about)
-        if not found.steps:
+        timeline = Recorded(path, dict(sorted(ranks.items())), facts)
+        if not timeline.steps:
             raise ValueError("no step was completed on all ranks; trace again, maybe with fewer steps")
     except FileError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        why = shown(str(error), LONGEST)
-        raise UsageError(f"{shown(path)}: not a complete timeline of --trace: {why}") from None
-    return found
+        reason = shown(str(error), LONGEST)
+        raise UsageError(f"{shown(path)}: not a complete timeline of --trace: {reason}") from None
+    return timeline
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, one for each event. The file may be compressed; memory is bounded."""
     with open_file(path, "a timeline") as raw:
         is_packed = os.pread(raw.fileno(), 2, 0) == GZIP
-        left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
+        bytes_left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
         file = gzip.GzipFile(fileobj=raw) if is_packed else raw
         while line := file.readline(MOST_LINE):
-            left -= len(line)
-            if left < 0:
+            bytes_left -= len(line)
+            if bytes_left < 0:
                 raise ValueError(f"it unpacks to more than {DENSEST} times its size")
             if not line.endswith(b"\n"):
                 raise ValueError("it has an unfinished line")
@@ -134,12 +134,12 @@ def take(event: Any, ranks: dict[int, list[Slice]]) -> None:
         return  # metadata, such as the name of a rank or a track
     if len(slices) >= MOST_OF_RANK:
         raise ValueError(f"more than {MOST_OF_RANK} events of one rank")
-    about, begun = event["args"], float(within(event["ts"], -LATEST, LATEST))
+    fields, begun = event["args"], float(within(event["ts"], -LATEST, LATEST))
     family, kind = (  # equal texts are stored once
-        sys.intern(shown(text, LONGEST_NAME)) for text in (event["cat"], about.get("kind", ""))
+        sys.intern(shown(text, LONGEST_NAME)) for text in (event["cat"], fields.get("kind", ""))
     )
     ended = begun + within(event["dur"], 0, LATEST)
-    step, nbytes = within(about["step"], 0, MOST), within(about.get("bytes", 0), 0, MOST)
+    step, nbytes = within(fields["step"], 0, MOST), within(fields.get("bytes", 0), 0, MOST)
     slices.append(Slice(family, begun, ended, kind, step, nbytes))
 
 
@@ -164,60 +164,60 @@ class Share:
     sent: int = 0  # bytes sent to other ranks
 
 
-def shares(recorded: Recorded) -> list[Share]:
+def shares(timeline: Recorded) -> list[Share]:
     """Return the times of every rank in the steps that all ranks have completed."""
-    steps = set(recorded.steps)
-    return [share_of(rank, slices, steps) for rank, slices in recorded.ranks.items()]
+    steps = set(timeline.steps)
+    return [share_of(rank, slices, steps) for rank, slices in timeline.ranks.items()]
 
 
 def share_of(rank: int, slices: Iterable[Slice], steps: set[int]) -> Share:
     """Return a rank's times, from the starts and ends of its events in order of time."""
     share, marks = Share(rank), list[tuple[float, int, int]]()
-    for each in slices:
-        place = PLACES.get((each.family, each.kind), PLACES.get((each.family, "")))
-        if place is None or (place == STEP and each.step not in steps):
+    for event in slices:
+        place = PLACES.get((event.family, event.kind), PLACES.get((event.family, "")))
+        if place is None or (place == STEP and event.step not in steps):
             continue
         if place == STEP:
-            share.steps[each.step] = each.ended - each.begun
-        elif place == FLIGHT and each.step in steps:
-            share.sent += each.nbytes
-        if each.ended > each.begun:
-            marks += [(each.begun, 1, place), (each.ended, 0, place)]
-    under_way = [0] * (FLIGHT + 1)  # number of events in progress, by index
+            share.steps[event.step] = event.ended - event.begun
+        elif place == FLIGHT and event.step in steps:
+            share.sent += event.nbytes
+        if event.ended > event.begun:
+            marks += [(event.begun, 1, place), (event.ended, 0, place)]
+    active = [0] * (FLIGHT + 1)  # number of events in progress, by index
     before = 0.0
     for now, begins, place in sorted(marks):  # at equal times ends come first
-        if under_way[STEP]:
-            account(share, under_way, now - before)
+        if active[STEP]:
+            account(share, active, now - before)
         before = now
-        under_way[place] += 1 if begins else -1
+        active[place] += 1 if begins else -1
     return share
 
 
-def account(share: Share, under_way: Sequence[int], lasted: float) -> None:
+def account(share: Share, active: Sequence[int], time: float) -> None:
     """Add a time segment to the column of the first active claim, and to `hidden` if it hides a transfer."""
-    column = next((name for (name, *_), count in zip(CLAIMS, under_way, strict=False) if count), OTHER)
-    share.columns[column] += lasted
-    if column != EXPOSED and under_way[FLIGHT]:
-        share.hidden += lasted
+    column = next((name for (name, *_), count in zip(CLAIMS, active, strict=False) if count), OTHER)
+    share.columns[column] += time
+    if column != EXPOSED and active[FLIGHT]:
+        share.hidden += time
 
 
-def table(recorded: Recorded) -> Iterator[str]:
+def table(timeline: Recorded) -> Iterator[str]:
     """Yield the lines about a timeline: a row for each rank, the meaning of columns, and the clock error."""
-    found, steps = shares(recorded), recorded.steps
-    which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    which += f" of {plural(len(found), 'rank')}"
-    yield f"{shown(recorded.path)}: {which}, zero_mpi {shown(recorded.about['zero_mpi'], 40)}"
+    ranks, steps = shares(timeline), timeline.steps
+    heading = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    heading += f" of {plural(len(ranks), 'rank')}"
+    yield f"{shown(timeline.path)}: {heading}, zero_mpi {shown(timeline.about['zero_mpi'], 40)}"
     yield "milliseconds per step, and share of the step"
-    columns = [name for name in COLUMNS if name == OTHER or any(share.columns[name] for share in found)]
+    columns = [name for name in COLUMNS if name == OTHER or any(share.columns[name] for share in ranks)]
     names = "".join(f" {name:>15}" for name in columns)
     yield from ("", f"{'rank':>4} {'step':>10}{names} {HIDDEN:>10} {'sent MB':>9}")
-    yield from (row(share, columns) for share in found)
+    yield from (row(share, columns) for share in ranks)
     yield from ("", *MEANING)
-    wrong, ends_in = recorded.about.get("clock_error_us"), recorded.about.get("ends_in")
-    if isinstance(wrong, int | float) and 0 < wrong <= LATEST:
-        yield f"clocks of different hosts agree within {wrong:.0f} us"
-    if ends_in is not None:
-        yield f"recording ended in step {shown(ends_in, 40)}: there were too many events"
+    clock_error, end_step = timeline.about.get("clock_error_us"), timeline.about.get("ends_in")
+    if isinstance(clock_error, int | float) and 0 < clock_error <= LATEST:
+        yield f"clocks of different hosts agree within {clock_error:.0f} us"
+    if end_step is not None:
+        yield f"recording ended in step {shown(end_step, 40)}: there were too many events"
 
 
 def row(share: Share, columns: Sequence[str]) -> str:
@@ -225,8 +225,8 @@ def row(share: Share, columns: Sequence[str]) -> str:
     count, total = len(share.steps), sum(share.steps.values())
     cells = ""
     for name in columns:
-        lasted = share.columns[name]
-        cells += f" {lasted / count / 1e3:>10.3f} " + (f"{100 * lasted / total:3.0f}%" if total else "  - ")
+        time = share.columns[name]
+        cells += f" {time / count / 1e3:>10.3f} " + (f"{100 * time / total:3.0f}%" if total else "  - ")
     start = f"{share.rank:>4} {total / count / 1e3:>10.3f}"
     return f"{start}{cells} {share.hidden / count / 1e3:>10.3f} {share.sent / count / 1e6:>9.2f}"
 

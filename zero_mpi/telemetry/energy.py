@@ -26,21 +26,21 @@ class Counter:
     def used(self) -> float:
         """Return the joules used since the last call; raise an UNREADABLE error for a bad file."""
         now = int(self.path.read_text().split()[0])
-        since, self.last = now - self.last, now
-        return (since + self.most if since < 0 else since) * self.joules
+        delta, self.last = now - self.last, now
+        return (delta + self.most if delta < 0 else delta) * self.joules
 
 
 class Energy:
     """Energy meter of this host, if the host has counters."""
 
     def __init__(self) -> None:
-        found = [Counter(CRAY, 1.0)] if CRAY.exists() else []
-        self._joules, self._counters = 0.0, found
+        counters = [Counter(CRAY, 1.0)] if CRAY.exists() else []
+        self._joules, self._counters = 0.0, counters
         with suppress(*UNREADABLE):
-            for zone in sorted(POWERCAP.glob("intel-rapl:*")) if not found else ():
+            for zone in sorted(POWERCAP.glob("intel-rapl:*")) if not counters else ():
                 if (zone / "name").read_text().startswith(COUNTED):
                     most = int((zone / "max_energy_range_uj").read_text())
-                    found.append(Counter(zone / "energy_uj", 1e-6, most))
+                    counters.append(Counter(zone / "energy_uj", 1e-6, most))
         self.count()
         self._joules = 0.0
 

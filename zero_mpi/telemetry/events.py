@@ -35,14 +35,14 @@ class Events(logging.Handler):
         self._begun = self._ended = self._broken = False
         self.reason = ""
 
-    def begin(self, step: int, before: Mapping[str, Any], **about: Any) -> None:
+    def begin(self, step: int, previous: Mapping[str, Any], **facts: Any) -> None:
         """Write that the previous job was lost, if its status.json shows this, and that this job starts."""
         self._step = step
-        if before.get("state") == "running":
-            ranks, host, at = (shown(before.get(key, "unknown")) for key in ("ranks", "host", "updated"))
-            reason = f"{ranks} rank(s), rank 0 on {host}, last seen at {at}: it was killed, or lost a host"
-            self.note(LOST, reason=reason, step=before.get("step", 0))
-        self.note(STARTED, **about)
+        if previous.get("state") == "running":
+            ranks, host, time = (shown(previous.get(key, "unknown")) for key in ("ranks", "host", "updated"))
+            reason = f"{ranks} rank(s), rank 0 on {host}, last seen at {time}: it was killed, or lost a host"
+            self.note(LOST, reason=reason, step=previous.get("step", 0))
+        self.note(STARTED, **facts)
         self._begun = True
         if self._rank == 0:
             log.logger.addHandler(self)
@@ -50,9 +50,9 @@ class Events(logging.Handler):
     def at(self, step: int) -> None:
         self._step = step
 
-    def note(self, event: str, **more: Any) -> None:
+    def note(self, event: str, **facts: Any) -> None:
         if self._rank == 0:
-            self._append(event, more)
+            self._append(event, facts)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.note(WARNING, text=record.getMessage(), **getattr(record, "facts", {}))
@@ -66,10 +66,10 @@ class Events(logging.Handler):
         if self._path.parent.is_dir():
             self._append(event, {"reason": reason or self.reason})
 
-    def _append(self, event: str, more: Mapping[str, Any]) -> None:
+    def _append(self, event: str, facts: Mapping[str, Any]) -> None:
         if self._lost():
             return
-        entry = {"time": utc(), "event": event, "step": self._step, **more}
+        entry = {"time": utc(), "event": event, "step": self._step, **facts}
         try:
             append_line(self._path, json.dumps(entry))
         except OSError as error:

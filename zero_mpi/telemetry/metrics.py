@@ -150,5 +150,5 @@ def check(out: Path) -> None:
 def keep_until(path: Path, step: int) -> None:
     """Remove the records after `step`, which a resumed run writes again, and lines that are not records."""
     lines = read_lines(path, MARK, "a file of records") if os.path.lexists(path) else ()
-    kept = (line for line in lines if 0 < record_of(line).get("step", 0) <= step)
-    write_whole(path, "".join(line.decode().rstrip("\r\n") + "\n" for line in kept))
+    selected = (line for line in lines if 0 < record_of(line).get("step", 0) <= step)
+    write_whole(path, "".join(line.decode().rstrip("\r\n") + "\n" for line in selected))

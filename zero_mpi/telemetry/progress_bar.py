@@ -29,8 +29,8 @@ class Display:
         self._begun = self._shown = time.perf_counter()
         self._bar: Any = None
         if watched() and log.says(log.INFO):
-            seen = sys.stderr.isatty()
-            shape = {"dynamic_ncols": seen, "ncols": None if seen else WIDTH}
+            is_terminal = sys.stderr.isatty()
+            shape = {"dynamic_ncols": is_terminal, "ncols": None if is_terminal else WIDTH}
             self._bar = tqdm(total=steps, initial=done, bar_format=BAR, **shape)
             # Lines always use the stream of the bar, because two pipes do not keep the order of lines.
             log.write_through(lambda text: tqdm.write(text, file=sys.stderr))
@@ -46,8 +46,8 @@ class Display:
             self._shown = time.perf_counter()
             log.info("%s", "  ".join([f"step {self._of(number)}", *self._facts(record)]))
         if "val_loss" in record:
-            each = (f"{name} {loss:.4f}" for name, loss in record.get("val_losses", {}).items())
-            log.info("%s", "  ".join([f"step {self._of(number)}  val loss {record['val_loss']:.4f}", *each]))
+            texts = (f"{name} {loss:.4f}" for name, loss in record.get("val_losses", {}).items())
+            log.info("%s", "  ".join([f"step {self._of(number)}  val loss {record['val_loss']:.4f}", *texts]))
 
     def close(self) -> None:
         if self._bar is not None:
@@ -64,9 +64,9 @@ class Display:
         if self._memory:
             memory = self._memory / 2**20
             facts.append(f"{memory:.0f} MiB" if memory < 1024 else f"{memory / 1024:.1f} GiB")
-        took, number = time.perf_counter() - self._begun, record["step"]
-        left = took * (self._steps - number) / (number - self._done)  # from the mean time of a step so far
-        return [*facts, f"{interval(left)} left" if number < self._steps else f"total {interval(took)}"]
+        elapsed, number = time.perf_counter() - self._begun, record["step"]
+        rest = elapsed * (self._steps - number) / (number - self._done)  # from the mean time of a step so far
+        return [*facts, f"{interval(rest)} left" if number < self._steps else f"total {interval(elapsed)}"]
 
 
 def short(count: float) -> str:

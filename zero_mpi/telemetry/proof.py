@@ -42,8 +42,8 @@ BITS = (
 class Broken(ValueError):
     """Error: a line does not continue the chain. The text has the line's number and the reason."""
 
-    def __init__(self, number: int, why: str, *, torn: bool = False) -> None:
-        super().__init__(f"line {number}: {why}")
+    def __init__(self, number: int, cause: str, *, torn: bool = False) -> None:
+        super().__init__(f"line {number}: {cause}")
         self.torn = torn
 
 
@@ -93,13 +93,13 @@ def read_proof(path: Path) -> Generator[Line, None, None]:
         raise FileError(f"{shown(path)}: cannot be read: {reason(error)}") from None
 
 
-def opened(number: int, raw: bytes, before: str, start: int) -> Line:
-    """Parse and return a line; raise Broken unless it continues the chain from the head `before`."""
+def opened(number: int, raw: bytes, previous: str, start: int) -> Line:
+    """Parse and return a line; raise Broken unless it continues the chain from the head `previous`."""
     if not raw.endswith(b"\n"):
         raise Broken(number, "it has no line end", torn=True)
     body, mark, tail = raw.rpartition(b', "chain": "')
     body += b"}"
-    if not mark or tail != f'{digest_after(before, body)}"}}\n'.encode():
+    if not mark or tail != f'{digest_after(previous, body)}"}}\n'.encode():
         raise Broken(number, "it does not follow the line before: a line was changed, added or removed")
     try:
         entry = parse_json(body, unique=True)
@@ -109,13 +109,13 @@ def opened(number: int, raw: bytes, before: str, start: int) -> Line:
     step = entry.get("step") if kind else None
     if kind is None or type(step) is not int or not 0 <= step <= MOST_STEPS or type(entry[kind]) is not dict:
         raise Broken(number, "expected a step and a run, record or save entry")
-    head = before if kind == SAVED else digest_after(before, body)
+    head = previous if kind == SAVED else digest_after(previous, body)
     return Line(number, step, CHECKPOINT if kind == SAVED else kind, entry[kind], head, start + len(raw))
 
 
-def digest_after(before: str, body: bytes) -> str:
-    """Return the digest of a line that follows the head `before`."""
-    return hashlib.sha256(before.encode() + b"\n" + body).hexdigest()
+def digest_after(head: str, body: bytes) -> str:
+    """Return the digest of a line that follows `head`."""
+    return hashlib.sha256(head.encode() + b"\n" + body).hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------- writing
@@ -135,48 +135,48 @@ class ProofPrefix:
 
 def kept_up_to(path: Path, step: int) -> ProofPrefix:
     """Return the valid chain up to a step; empty for step 0. Raise FileError if the file cannot be read."""
-    kept, over = ProofPrefix(), False
+    prefix, is_past = ProofPrefix(), False
     if step == 0 or not exists(path):
-        return kept
+        return prefix
     try:
         for line in read_proof(path):
             if line.kind == CHECKPOINT and line.step <= step:
-                kept.tip = line.step, line.value.get(ID)
-                if over:
-                    kept.late.append((line.step, line.value))
-            over |= line.step > step - (line.kind == RUN)  # drops a job that began at this step
-            if not over:
-                kept.head, kept.end, kept.at = line.head, line.end, max(kept.at, line.step)
+                prefix.tip = line.step, line.value.get(ID)
+                if is_past:
+                    prefix.late.append((line.step, line.value))
+            is_past |= line.step > step - (line.kind == RUN)  # drops a job that began at this step
+            if not is_past:
+                prefix.head, prefix.end, prefix.at = line.head, line.end, max(prefix.at, line.step)
                 if line.kind == RUN:
-                    kept.run = {key: value for key, value in line.value.items() if key != ORIGIN}
+                    prefix.run = {key: value for key, value in line.value.items() if key != ORIGIN}
     except Broken:
         pass  # a kill cut off a line, or a line was changed: the chain is valid up to here
-    return kept
+    return prefix
 
 
 class Proof:
     """Writer of the file, on rank 0. Raises OSError if a write fails. head: digest of all results so far."""
 
     def __init__(self, path: Path, beginning: JobStart) -> None:
-        kept = kept_up_to(path, beginning.step)
-        self.head = kept.head
+        prefix = kept_up_to(path, beginning.step)
+        self.head = prefix.head
         self._file = open(path, "ab", buffering=0, opener=open_in_place)  # noqa: SIM115 (closed by close)
-        self._file.truncate(kept.end)
-        for step, value in kept.late:
+        self._file.truncate(prefix.end)
+        for step, value in prefix.late:
             self._append(step, SAVED, value)
-        self._begin(kept, beginning)
+        self._begin(prefix, beginning)
 
-    def _begin(self, kept: ProofPrefix, now: JobStart) -> None:
+    def _begin(self, prefix: ProofPrefix, start: JobStart) -> None:
         """Continue after the kept lines; add a RUN line unless the run simply resumes from its checkpoint."""
-        run = json.loads(json.dumps(now.run))
-        goes_on = kept.tip == (now.step, now.origin)
-        if kept.at == now.step and now.own and kept.tip[0] < now.step:  # a kill prevented this line
-            self._append(now.step, SAVED, {ID: now.origin, "state": now.state})
+        run = json.loads(json.dumps(start.run))
+        goes_on = prefix.tip == (start.step, start.origin)
+        if prefix.at == start.step and start.own and prefix.tip[0] < start.step:  # a kill prevented this line
+            self._append(start.step, SAVED, {ID: start.origin, "state": start.state})
             goes_on = True
-        if kept.at != now.step or not goes_on:
-            self._append(now.step, RUN, {ORIGIN: now.origin, **run})
-        elif kept.run != run:
-            self._append(now.step, RUN, {ORIGIN: CHAIN, **run})
+        if prefix.at != start.step or not goes_on:
+            self._append(start.step, RUN, {ORIGIN: start.origin, **run})
+        elif prefix.run != run:
+            self._append(start.step, RUN, {ORIGIN: CHAIN, **run})
 
     def record(self, step: int, record: Mapping[str, Any]) -> None:
         self._append(step, RECORD, bits_of(record))

@@ -90,9 +90,9 @@ class SpanRecorder:
     # ---------------------------------------------------------------------------------- on any thread
 
     def begin(self, track: str, name: str, label: str = "") -> Open:
-        found = [track, name, label, self._stamp_of(track)]
-        self.open.append(found)
-        return found
+        span = [track, name, label, self._stamp_of(track)]
+        self.open.append(span)
+        return span
 
     def end(self, begun: Open) -> None:
         now = self._stamp_of(begun[0])
@@ -105,9 +105,9 @@ class SpanRecorder:
 
     def transfer(self, kind: str, label: str, nbytes: int) -> OpenTransfer:
         """Record and return a transfer that begins; `end` records its completion, once per part."""
-        found = [kind, label, nbytes, time.perf_counter(), None, self.step, self.micro_batch]
-        self.transfers.append(found)
-        return found
+        transfer = [kind, label, nbytes, time.perf_counter(), None, self.step, self.micro_batch]
+        self.transfers.append(transfer)
+        return transfer
 
     def _stamp_of(self, track: str) -> Any:
         return self._stamp() if track in OF_DEVICE else time.perf_counter()

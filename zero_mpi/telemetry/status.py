@@ -40,8 +40,8 @@ class Status:
 
     def __init__(self, out: Path, rank: int, ranks: int, steps: int, lost: Callable[[], str] = str) -> None:
         self._path, self._rank, self._step, self.steps = out / NAME, rank, 0, steps
-        place = {"ranks": ranks, "host": platform.node(), "pid": os.getpid()}
-        self._about: Mapping[str, Any] = {**place, "started": _now()}
+        fields = {"ranks": ranks, "host": platform.node(), "pid": os.getpid()}
+        self._about: Mapping[str, Any] = {**fields, "started": _now()}
         self._lock, self._over, self._lost = threading.Lock(), threading.Event(), lost
         self._before = b""  # content of the previous job's file
         self.slow = ""
@@ -72,12 +72,12 @@ class Status:
         """Write the last state, on any rank; a failure after that does not change it."""
         self._over.set()
         locked = self._lock.acquire(timeout=RENEWAL_WAIT)
-        said = read_status(self._path)
-        if said.get("state") == RUNNING and self._rank != 0:  # rank 0 wrote host and start time
-            self._about = {key: said.get(key) for key in self._about}
+        status = read_status(self._path)
+        if status.get("state") == RUNNING and self._rank != 0:  # rank 0 wrote host and start time
+            self._about = {key: status.get(key) for key in self._about}
         # Only rank 0 knows whether this job has written the file.
-        is_ours = self._rank != 0 or all(said.get(key) == value for key, value in self._about.items())
-        is_over = said.get("state") in (DONE, STOPPED, FAILED) and is_ours
+        is_ours = self._rank != 0 or all(status.get(key) == value for key, value in self._about.items())
+        is_over = status.get("state") in (DONE, STOPPED, FAILED) and is_ours
         if state != FAILED or not is_over:
             self._write(state, reason)
         if locked:
@@ -85,10 +85,10 @@ class Status:
 
     def refused(self, reason: str) -> None:
         """Write why the run did not start, then put back the status of the previous run, if there was one."""
-        before, self._before = self._before, b""
+        content, self._before = self._before, b""
         self.end(FAILED, reason)
-        if before:
-            self._put(before)
+        if content:
+            self._put(content)
 
     def _write(self, state: str, reason: str = "") -> None:
         entry = {"state": state, "reason": reason, "step": self._step, "steps": self.steps, **self._about}
@@ -132,10 +132,10 @@ def read_status(path: Path) -> dict[str, Any]:
 def as_object(text: bytes) -> dict[str, Any]:
     """Return the JSON object in a text, without lists and objects in it; empty for any other text."""
     try:
-        said = parse_json(text, null_for_infinite=True)
+        entry = parse_json(text, null_for_infinite=True)
     except ValueError:
-        said = {}
-    items = said.items() if isinstance(said, dict) else ()
+        entry = {}
+    items = entry.items() if isinstance(entry, dict) else ()
     return {name: value for name, value in items if not isinstance(value, dict | list)}
 
 

@@ -131,8 +131,8 @@ class TensorBoard:
 
     @staticmethod
     def check(wish: bool) -> Any:
-        needed = ("event_file_writer", "proto.event_pb2", "proto.summary_pb2")
-        return import_optional("--tensorboard", "tensorboard", *(f"tensorboardX.{name}" for name in needed))
+        modules = ("event_file_writer", "proto.event_pb2", "proto.summary_pb2")
+        return import_optional("--tensorboard", "tensorboard", *(f"tensorboardX.{name}" for name in modules))
 
     def step(self, record: Mapping[str, Any]) -> None:
         value = self._summaries.Summary.Value
@@ -183,14 +183,14 @@ class Prometheus:
     def _write(self, running: int) -> None:
         registry, gauges = self._client.CollectorRegistry(), dict[str, Any]()
         run = self._run.encode(errors="replace").decode()
-        found = [("step", self._record.get("step", 0)), *numbers(self._record), ("running", running)]
-        for tag, value in found:
+        figures = [("step", self._record.get("step", 0)), *numbers(self._record), ("running", running)]
+        for tag, value in figures:
             of_rank = RANK.fullmatch(tag)
             labels = {"run": run} | ({"rank": str(int(of_rank["rank"]))} if of_rank else {})
             name = PREFIX + re.sub(r"\W", "_", of_rank["name"] if of_rank else tag, flags=re.ASCII)
             if name not in gauges:
-                about = f"{tag} in the newest record of the run"
-                gauges[name] = self._client.Gauge(name, about, list(labels), registry=registry)
+                text = f"{tag} in the newest record of the run"
+                gauges[name] = self._client.Gauge(name, text, list(labels), registry=registry)
             gauges[name].labels(**labels).set(value)
         self._client.write_to_textfile(str(self.path), registry)
 
@@ -236,17 +236,17 @@ class MLflow:
     def __init__(self, job: TrackedJob, wish: str) -> None:
         self._entities, tracking = self.check(wish)
         self._client = tracking.MlflowClient()
-        known = self._client.get_experiment_by_name(wish)
-        number = known.experiment_id if known else self._client.create_experiment(wish)
+        experiment = self._client.get_experiment_by_name(wish)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(wish)
         tags = {"zero_mpi.run": os.path.abspath(job.out), "zero_mpi.from_step": str(job.done)}
-        made = self._client.create_run(number, run_name=job.out.name, tags=tags)
-        self._id, self._metrics, self._handed_over = made.info.run_id, list[Any](), 0.0
+        run = self._client.create_run(number, run_name=job.out.name, tags=tags)
+        self._id, self._metrics, self._handed_over = run.info.run_id, list[Any](), 0.0
         self._queue: SimpleQueue[list[Any]] = SimpleQueue()
         self._failure: Exception | None = None
         self._sender = threading.Thread(target=self._send, name="zero_mpi mlflow", daemon=True)
         self._sender.start()
-        said = [self._entities.Param(key, str(value)[:LONGEST]) for key, value in job.settings.items()]
-        self._client.log_batch(self._id, params=said)  # the library splits the batch into requests
+        params = [self._entities.Param(key, str(value)[:LONGEST]) for key, value in job.settings.items()]
+        self._client.log_batch(self._id, params=params)  # the library splits the batch into requests
 
     @staticmethod
     def check(wish: str) -> Any:
@@ -292,16 +292,16 @@ TABLE: Mapping[str, Any] = {
 
 def check(config: object) -> None:
     """Raise UsageError if a tracker in the settings cannot work here."""
-    for name, made in TABLE.items():
+    for name, kind in TABLE.items():
         if wish := getattr(config, name):
-            made.check(wish)
+            kind.check(wish)
 
 
 def begin(config: object, job: TrackedJob) -> list[Tracker]:
     """Start and return the trackers of a job. Raise JobError or OSError if a tracker cannot start."""
-    found = list[Tracker]()
-    for name, made in TABLE.items():
+    trackers = list[Tracker]()
+    for name, kind in TABLE.items():
         if wish := getattr(config, name):
-            one = partial(made, job, wish)
-            found.append(one() if made is TensorBoard else Guarded(f"--{name}", one))
-    return found
+            start = partial(kind, job, wish)
+            trackers.append(start() if kind is TensorBoard else Guarded(f"--{name}", start))
+    return trackers

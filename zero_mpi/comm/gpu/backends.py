@@ -90,22 +90,22 @@ class CudaAwareBackend(Backend):
     most_summed = AWARE_CHUNK  # maximum elements of a chunk that is added
 
     def largest(self, itemsize: int, *, summed: bool) -> int:
-        most = max(1, self.most_bytes // itemsize)
-        return min(most, self.most_summed) if summed else most
+        elements = max(1, self.most_bytes // itemsize)
+        return min(elements, self.most_summed) if summed else elements
 
     def run(self, exchanges: Iterator[Exchange], tags: Iterator[int]) -> Running:
-        read: dict[int, Any] = {}  # number of a buffer -> event after the sum that reads it
+        marks: dict[int, Any] = {}  # number of a buffer -> event after the sum that reads it
         steps = (
-            self._one(exchange, next(tags), number % self.depth, read)
+            self._one(exchange, next(tags), number % self.depth, marks)
             for number, exchange in enumerate(exchanges)
         )
         yield from overlapped(steps, self.depth)
-        for mark in read.values():  # the next reduction reuses the buffers
+        for mark in marks.values():  # the next reduction reuses the buffers
             yield passed(mark)
 
-    def _one(self, exchange: Exchange, tag: int, place: int, read: dict[int, Any]) -> Running:
-        if place in read:
-            yield passed(read.pop(place))
+    def _one(self, exchange: Exchange, tag: int, slot: int, marks: dict[int, Any]) -> Running:
+        if slot in marks:
+            yield passed(marks.pop(slot))
         self.streams.adopt()
         requests = [self._comm.Irecv(as_message(buffer), source, tag) for buffer, source in exchange.receives]
         for chunk, targets in exchange.sends:
@@ -113,14 +113,14 @@ class CudaAwareBackend(Backend):
         yield arrived(self.streams.adopt, requests)
         if exchange.then is not None:
             exchange.then()
-            read[place] = self.streams.mark()
+            marks[slot] = self.streams.mark()
 
     def sum_slices(self, full: Array, target: Array, partition: Partition) -> None:
         self.streams.adopt()
         for chunk in partition.cut(self.largest(full.itemsize, summed=False)):
-            given = [full[chunk.start : chunk.stop], MPI.FLOAT]
+            send = [full[chunk.start : chunk.stop], MPI.FLOAT]
             receive = [target[chunk.of_slice(partition, self._comm.Get_rank())], MPI.FLOAT]
-            self._comm.Reduce_scatter(given, receive, chunk.counts, MPI.SUM)
+            self._comm.Reduce_scatter(send, receive, chunk.counts, MPI.SUM)
 
     def sum_all(self, array: Array) -> None:
         self.streams.adopt()
@@ -170,19 +170,19 @@ class StagedBackend(Backend):
 
     def _one(self, exchange: Exchange, tag: int, stage: PinnedBuffers) -> Running:
         yield passed(stage.free)
-        leaving = []  # (chunk to send, in pinned memory; rank that receives it)
+        sends = []  # (chunk to send, in pinned memory; rank that receives it)
         buffers = cut(stage.down, [chunk for chunk, _ in exchange.sends])
         for (chunk, targets), pinned in zip(exchange.sends, buffers, strict=True):
             self.streams.fetch(pinned, chunk)
-            leaving += [(pinned, target) for target in targets]
+            sends += [(pinned, target) for target in targets]
         fetched = self.streams.fetched()
         buffers = cut(stage.up, [buffer for buffer, _ in exchange.receives])
-        arriving = list(zip(exchange.receives, buffers, strict=True))
-        requests = [self._comm.Irecv(as_message(pinned), source, tag) for (_, source), pinned in arriving]
+        receives = list(zip(exchange.receives, buffers, strict=True))
+        requests = [self._comm.Irecv(as_message(pinned), source, tag) for (_, source), pinned in receives]
         yield passed(fetched)
-        requests += [self._comm.Isend(as_message(pinned), target, tag) for pinned, target in leaving]
+        requests += [self._comm.Isend(as_message(pinned), target, tag) for pinned, target in sends]
         yield arrived(self.streams.adopt, requests)
-        for (buffer, _), pinned in arriving:
+        for (buffer, _), pinned in receives:
             self.streams.bring(buffer, pinned)
         stage.free = self.streams.mark()
         if exchange.then is not None:
@@ -270,14 +270,14 @@ class NcclBackend(Backend):
         nccl.groupStart()
         for owner, length in enumerate(partition.counts):
             if length:
-                given = address(full[partition.part(owner)])
-                self._comm.reduce(given, address(target), length, kind, add, owner, stream)
+                source = address(full[partition.part(owner)])
+                self._comm.reduce(source, address(target), length, kind, add, owner, stream)
         nccl.groupEnd()
 
     def sum_all(self, array: Array) -> None:
         nccl, stream = self._nccl, self.streams.stream.ptr
-        place = address(array)
-        self._comm.allReduce(place, place, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+        pointer = address(array)
+        self._comm.allReduce(pointer, pointer, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
 
     def close(self) -> None:
         self._comm.destroy()

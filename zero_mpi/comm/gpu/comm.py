@@ -90,12 +90,12 @@ class DeviceAdoptingWrapper(CommWrapper):
 class DeviceComm(ProgressingWrapper):
     """Transport of the ranks of a host transport `inner`. Device memory is sent through `backend`."""
 
-    def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, about: str) -> None:
+    def __init__(self, inner: MPIComm, backend: Backend, streams: GpuStreams, description: str) -> None:
         node = node_communicator(MPI.COMM_WORLD)
         super().__init__(inner, node.Get_size())
         node.Free()
         self.kind, self.exact = backend.kind, inner.exact or not backend.kind.adds
-        self.backend, self.streams, self._about = backend, streams, about
+        self.backend, self.streams, self._about = backend, streams, description
         self._tickets, self._alone = Tickets(TRANSFERS), Tickets(1)
         self._tag, self._others = 0, others(self.rank, self.size)
         self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # reduction buffers by type
@@ -155,9 +155,9 @@ class DeviceComm(ProgressingWrapper):
         self, shard: Array | None, full: Array, partition: Partition, starts: range
     ) -> Iterator[Exchange]:
         """Yield exchanges in which every rank sends a chunk of its slice to all others."""
-        own, neighbours = full[partition.part(self.rank)] if shard is None else shard, self._others
+        local, neighbours = full[partition.part(self.rank)] if shard is None else shard, self._others
         for start in starts:
-            part = own[start : min(start + starts.step, own.size)] if start < own.size else own[:0]
+            part = local[start : min(start + starts.step, local.size)] if start < local.size else local[:0]
             chunks = [(full[partition.span(rank, start, starts.step)], rank) for rank in reversed(neighbours)]
             yield Exchange(
                 sends=[(part, neighbours)] if part.size else [],
@@ -167,16 +167,16 @@ class DeviceComm(ProgressingWrapper):
     # ----------------------------------------------------------------------------------- reductions
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
-        full, of = asked.full, ("reduce_scatter", asked.label)
+        full, names = asked.full, ("reduce_scatter", asked.label)
         if on_host(full):
             return super()._reduce(asked)
         if self.rank < asked.contributors or not self.exact:
             self.meter.sent_bytes += asked.partition.outside(self.rank) * full.itemsize
         result = Result(full, asked.out)
         if not self.exact:
-            return self._begin(self._alone, self._in_library(asked), result, *of)
+            return self._begin(self._alone, self._in_library(asked), result, *names)
         starts = self._starts(asked.partition, full, summed=True)
-        return self._start(partial(self._exact_sums, asked, starts), len(starts), result, *of)
+        return self._start(partial(self._exact_sums, asked, starts), len(starts), result, *names)
 
     def _exact_sums(self, asked: ReduceScatter, starts: range, tags: Iterator[int]) -> Running:
         """Run exchanges that send a chunk of each slice to its owner, which adds all ranks' chunks."""
@@ -188,19 +188,19 @@ class DeviceComm(ProgressingWrapper):
 
         def exchange(start: int, buffer: Array) -> Exchange:
             step, part = starts.step, partition.span(self.rank, start, starts.step)
-            length, gives = part.stop - part.start, self.rank < asked.contributors
-            given = {
+            length, contributes = part.stop - part.start, self.rank < asked.contributors
+            chunks = {
                 rank: buffer[(rank - (rank > self.rank)) * step :][:length]
                 for rank in reversed(self._others)
                 if length and rank < asked.contributors
             }
-            theirs = [(full[partition.span(rank, start, step)], [rank]) for rank in self._others]
-            parts = given | ({self.rank: full[part]} if gives else {})
+            sends = [(full[partition.span(rank, start, step)], [rank]) for rank in self._others]
+            parts = chunks | ({self.rank: full[part]} if contributes else {})
             ordered = [parts[rank] for rank in sorted(parts)]
             add = partial(self.streams.add, asked.out[start : start + length], ordered, asked.accumulate)
             return Exchange(
-                sends=[chunk for chunk in theirs if chunk[0].size] if gives else [],
-                receives=[(chunk, rank) for rank, chunk in given.items()],
+                sends=[chunk for chunk in sends if chunk[0].size] if contributes else [],
+                receives=[(chunk, rank) for rank, chunk in chunks.items()],
                 then=add if length else None,
             )
 
@@ -214,10 +214,10 @@ class DeviceComm(ProgressingWrapper):
         if not asked.accumulate:
             self.backend.sum_slices(full, out, partition)
             return
-        new = partial(self.streams.empty, out.size, out.dtype)
-        with borrowed(self._arrivals[out.size], new) as arrived:
-            self.backend.sum_slices(full, arrived, partition)
-            self.streams.add(out, [arrived], True)
+        make = partial(self.streams.empty, out.size, out.dtype)
+        with borrowed(self._arrivals[out.size], make) as buffer:
+            self.backend.sum_slices(full, buffer, partition)
+            self.streams.add(out, [buffer], True)
             yield from self._added()
 
     def allreduce(self, array: Array, label: str = "") -> Handle:

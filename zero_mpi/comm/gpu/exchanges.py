@@ -154,17 +154,17 @@ class RunningExchange:
 
 def overlapped(runs: Iterable[Running], depth: int) -> Running:
     """Run up to `depth` generators at a time; when the oldest ends, the next one begins."""
-    waiting = iter(runs)
-    under_way = deque(map(RunningExchange, islice(waiting, depth)))
-    while under_way:
+    queue = iter(runs)
+    active = deque(map(RunningExchange, islice(queue, depth)))
+    while active:
         # push() tests requests here, not in the condition, so that an error is attributed to this transfer.
-        for step in under_way:
+        for step in active:
             step.push()
-        if under_way[0].done:
-            under_way.popleft()
-            under_way.extend(map(RunningExchange, islice(waiting, 1)))
+        if active[0].done:
+            active.popleft()
+            active.extend(map(RunningExchange, islice(queue, 1)))
         else:
-            yield lambda: any(step.ready() for step in under_way if not step.done)
+            yield lambda: any(step.ready() for step in active if not step.done)
 
 
 class Tickets:

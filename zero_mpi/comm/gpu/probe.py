@@ -38,7 +38,7 @@ PROBE_SECONDS = 20.0  # seconds for the child, because the first use of a device
 def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[list[str], str]:
     """Return the lines of JSON that the child printed, and a text that says how it ended."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env=outside_job(os.environ),
             stdin=subprocess.DEVNULL,
@@ -50,20 +50,20 @@ def run_probe(command: Sequence[str], patience: float = PROBE_SECONDS) -> tuple[
         return jsons(error.stdout or b""), f"no answer within {patience:.0f} s"
     except OSError as error:
         return [], f"cannot be started: {error.strerror or error}"
-    return jsons(done.stdout), ending(done.returncode, done.stderr)
+    return jsons(process.stdout), ending(process.returncode, process.stderr)
 
 
-def jsons(said: bytes) -> list[str]:
+def jsons(stdout: bytes) -> list[str]:
     """Return the lines that look like JSON objects; libraries may print other lines."""
-    lines = said.decode(errors="replace").splitlines()
+    lines = stdout.decode(errors="replace").splitlines()
     return [line for line in lines if line.startswith("{") and line.endswith("}")]
 
 
-def ending(status: int, said: bytes) -> str:
+def ending(status: int, stderr: bytes) -> str:
     """Return a text that says how a process ended, for messages."""
     if status < 0:
         return f"the test died of {signal.Signals(-status).name}"
-    last = said.decode(errors="replace").strip().splitlines()[-1:] or [""]
+    last = stderr.decode(errors="replace").strip().splitlines()[-1:] or [""]
     return f"the test ended with status {status}: {last[0][:80]}".rstrip(": ")
 
 
@@ -143,16 +143,16 @@ def exchange(driver: Driver) -> bool:
     """Return whether a message from device memory to device memory of this process arrives unchanged."""
     from zero_mpi.comm.start_mpi import MPI  # starts MPI
 
-    sent = np.random.default_rng(0).integers(256, size=BYTES, dtype=np.uint8)
-    source, target = driver.upload(sent), driver.upload(np.zeros_like(sent))
+    payload = np.random.default_rng(0).integers(256, size=BYTES, dtype=np.uint8)
+    source, target = driver.upload(payload), driver.upload(np.zeros_like(payload))
     receive = MPI.COMM_SELF.Irecv([target, MPI.BYTE], 0, 1)
     MPI.Request.Waitall([receive, MPI.COMM_SELF.Isend([source, MPI.BYTE], 0, 1)])
-    return bool((driver.download(target) == sent).all())
+    return bool((driver.download(target) == payload).all())
 
 
-def say(**about: Any) -> None:
+def say(**facts: Any) -> None:
     """Write a line of JSON for the parent process, without buffering."""
-    os.write(1, f"{json.dumps(about)}\n".encode())
+    os.write(1, f"{json.dumps(facts)}\n".encode())
 
 
 def main() -> None:

@@ -55,13 +55,13 @@ def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
         return SerialComm(), ""
     from zero_mpi.comm.start_mpi import MPI as library
 
-    wanted = kinds.asked_for(flag, on_gpu=True)
-    if wanted and kinds.GPU_MPI not in wanted:
-        return make(wanted[0], exact), ""
+    candidates = kinds.asked_for(flag, on_gpu=True)
+    if candidates and kinds.GPU_MPI not in candidates:
+        return make(candidates[0], exact), ""
     comm, answer = None, find_answer(library.COMM_WORLD)
     if answer.yes:
         comm, answer = try_out(make(kinds.GPU_MPI, exact), answer)
-    if comm is None and wanted:
+    if comm is None and candidates:
         raise UsageError(
             f"--transport mpi: with --device cuda it needs a CUDA-aware MPI ({answer.why}); use --transport "
             "auto or staged; see zero-mpi doctor"
@@ -101,10 +101,10 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
     """
     gpu, length = device.in_use(), TRIAL_ELEMENTS // comm.size
     partition = Partition(length * comm.size, comm.size)
-    sent = np.arange(partition.length, dtype=np.float32)
+    values = np.arange(partition.length, dtype=np.float32)
     full = gpu.zeros(partition.length)
-    comm.allgather(gpu.from_host(sent[partition.part(comm.rank)]), full, partition, "a trial").wait()
-    if all(comm.allgather_object(bool((gpu.to_host(full) == sent).all()))):
+    comm.allgather(gpu.from_host(values[partition.part(comm.rank)]), full, partition, "a trial").wait()
+    if all(comm.allgather_object(bool((gpu.to_host(full) == values).all()))):
         return comm, answer
     comm.close()
     return None, replace(answer, yes=False, why=f"{answer.why}, but ranks received wrong bytes")
@@ -133,7 +133,7 @@ def find_answer(
         answer = Answer(True, f"{answer.why}, and exclusive GPUs") if alone() else probe_says(answer, command)
     node.Free()
     answers: list[Answer] = world.allgather(answer)
-    return next((found for found in answers if not found.yes), answers[0])
+    return next((reply for reply in answers if not reply.yes), answers[0])
 
 
 def alone() -> bool:
@@ -149,10 +149,11 @@ def claim(world: Any, environ: Mapping[str, str] = os.environ) -> Answer:
     forced = environ.get(FORCED, "")
     if forced in ("0", "1"):
         return Answer(forced == "1", f"{FORCED}={forced}")
-    said = [*memory_kinds(world), *library_says()]
-    said += [Answer(environ[name] == "1", f"{name}={environ[name]}") for name in SITE if name in environ]
+    answers = [*memory_kinds(world), *library_says()]
+    answers += [Answer(environ[name] == "1", f"{name}={environ[name]}") for name in SITE if name in environ]
     return next(
-        (answer for answer in said if answer.yes), said[0] if said else Answer(False, "support not reported")
+        (answer for answer in answers if answer.yes),
+        answers[0] if answers else Answer(False, "support not reported"),
     )
 
 
@@ -167,8 +168,8 @@ def memory_kinds(world: Any) -> Iterator[Answer]:
 
 def loaded_libraries(maps: str) -> list[str]:
     """Return the paths of MPI libraries in a text like /proc/self/maps; `CDLL(None)` lacks their symbols."""
-    found = (LIBRARY.search(line) for line in maps.splitlines())
-    return list(dict.fromkeys(match[0] for match in found if match))
+    matches = (LIBRARY.search(line) for line in maps.splitlines())
+    return list(dict.fromkeys(match[0] for match in matches if match))
 
 
 def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
@@ -181,23 +182,23 @@ def library_says(libraries: Sequence[str] | None = None) -> Iterator[Answer]:
     if libraries is None:
         maps = Path("/proc/self/maps")
         libraries = loaded_libraries(maps.read_text()) if maps.exists() else []
-    asked: tuple[tuple[str, Callable[[Any], int]], ...] = (
+    queries: tuple[tuple[str, Callable[[Any], int]], ...] = (
         ("MPIX_Query_cuda_support", lambda call: int(call())),
         ("MPIX_GPU_query_support", of_mpich),
     )
     for path in libraries:
         library = ctypes.CDLL(path)
-        for name, ask in asked:
+        for name, ask in queries:
             if hasattr(library, name):
-                found = ask(getattr(library, name))
-                yield Answer(found == 1, f"{name} says {found}")
+                support = ask(getattr(library, name))
+                yield Answer(support == 1, f"{name} says {support}")
 
 
-def probe_says(said: Answer, command: Sequence[str] = PROBE) -> Answer:
-    """Return the answer of the test process; its reason begins with the reason of the claim `said`."""
+def probe_says(answer: Answer, command: Sequence[str] = PROBE) -> Answer:
+    """Return the answer of the test process; its reason begins with the reason of the claim `answer`."""
     lines, end = run_probe(command)
     facts = [json.loads(line) for line in lines]
     if facts and facts[-1].get("takes_memory"):
-        return Answer(True, f"{said.why}, and {facts[-1]['mpi']}")
-    problem = next((about[key] for about in reversed(facts) for key in ("mpi", "error") if key in about), end)
-    return Answer(False, f"{said.why}, but {problem}")
+        return Answer(True, f"{answer.why}, and {facts[-1]['mpi']}")
+    problem = next((entry[key] for entry in reversed(facts) for key in ("mpi", "error") if key in entry), end)
+    return Answer(False, f"{answer.why}, but {problem}")

@@ -58,9 +58,9 @@ class NodesComm(ProgressingWrapper):
         if problem:
             node.Free()
             raise NodesApart(problem)
-        wanted = Needs() if needs is None else needs(self.topology.ranks_per_node)
-        full = [*wanted.full, *self._gather_buffers(wanted.gathers)]
-        self._memory = NodeMemory(node, full, wanted.buffers)
+        request = Needs() if needs is None else needs(self.topology.ranks_per_node)
+        full = [*request.full, *self._gather_buffers(request.gathers)]
+        self._memory = NodeMemory(node, full, request.buffers)
         self._flat = MPIComm(world, threaded=threaded)
         super().__init__(self._flat, self.topology.ranks_per_node)
         self.kind, self.exact = NODES, True  # also with --reduction fast
@@ -107,20 +107,18 @@ class NodesComm(ProgressingWrapper):
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         place = address(full)
-        found = [pool.lent_after[place] for pool in self._pools if place in pool.lent_after]
-        if not found or shard is None:
+        releases = [pool.lent_after[place] for pool in self._pools if place in pool.lent_after]
+        if not releases or shard is None:
             return super().allgather(shard, full, partition, label)
         self.meter.sent_bytes += shard.nbytes * (self.topology.nodes - 1)
         number, self._started = self._started, self._started + 1
-        running = self._gather(number, found[0], shard, full, partition)
+        running = self._gather(number, releases[0], shard, full, partition)
         return self.wrapped(self._flat.start(running, "allgather", label))
 
-    def _gather(
-        self, number: int, lent_after: int, shard: Array, full: Array, partition: Partition
-    ) -> Running:
+    def _gather(self, number: int, releases: int, shard: Array, full: Array, partition: Partition) -> Running:
         counters = self._memory.counters
         # Nonblocking collectives of a lane must start in the same order on all of its ranks.
-        yield lambda: self._launched == number and counters.all_reached(RELEASED, lent_after)
+        yield lambda: self._launched == number and counters.all_reached(RELEASED, releases)
         full[partition.part(self.rank)] = shard
         lane = [ranks[self.topology.local] for ranks in self.topology.members]
         counts = [partition.counts[rank] for rank in lane]

@@ -103,11 +103,11 @@ class NodeSums:
         total = Sum(number, asked, replicated, items, last)
         self.flat.meter.sent_bytes += self._given(total)
         source = self._source(total)
-        running = [self._collect(total, source), self._carry(total, source)]
-        running += [self._settle(total, self.memory)] if self.memory else [self._give(total)]
-        of = "reduce_scatter", asked.label
-        record = self.flat.meter.transfer(*of)
-        return comm.wrapped(AllOf([self.flat.start(each, *of, record) for each in running], *of))
+        runs = [self._collect(total, source), self._carry(total, source)]
+        runs += [self._settle(total, self.memory)] if self.memory else [self._give(total)]
+        names = "reduce_scatter", asked.label
+        record = self.flat.meter.transfer(*names)
+        return comm.wrapped(AllOf([self.flat.start(run, *names, record) for run in runs], *names))
 
     def _items(self, partition: Partition, replicated: bool, local: int) -> list[Item]:
         """Return the items that the lane of position `local` sums, in order."""
@@ -124,15 +124,15 @@ class NodeSums:
     def _given(self, total: Sum) -> int:
         """Return the bytes that this rank sends to other nodes and passes to other ranks of its node."""
         node, last = self.topology.node, total.last
-        full = sum(item.length for item in total.items)
-        own = sum(item.length for item in total.items if item.home in (None, node))
+        length = sum(item.length for item in total.items)
+        share = sum(item.length for item in total.items if item.home in (None, node))
         if total.replicated:
-            away = full * ((node < last) + len(self._neighbours(node)) - (node != last))
+            outer = length * ((node < last) + len(self._neighbours(node)) - (node != last))
         else:
-            away = own if total.asked.accumulate and node else 0
-            away += full if node < last else full - own if node == last else 0
-        given = total.asked.partition.length - full if self.topology.rank < total.asked.contributors else 0
-        return away * int(total.asked.out.itemsize) + given * int(total.asked.full.itemsize)
+            outer = share if total.asked.accumulate and node else 0
+            outer += length if node < last else length - share if node == last else 0
+        inner = total.asked.partition.length - length if self.topology.rank < total.asked.contributors else 0
+        return outer * int(total.asked.out.itemsize) + inner * int(total.asked.full.itemsize)
 
     def _source(self, total: Sum) -> Source:
         """Announce where this rank's gradient is; return an object that reads the node's gradients."""
@@ -162,8 +162,8 @@ class NodeSums:
         if self.topology.rank < total.asked.contributors:
             for local in others(self.topology.local, self.topology.ranks_per_node):
                 for item in self._items(total.asked.partition, total.replicated, local):
-                    given = [total.asked.full[item.span], mpi_type(total.asked.full)]
-                    requests.append(self.node.Isend(given, local, total.number % TAGS))
+                    message = [total.asked.full[item.span], mpi_type(total.asked.full)]
+                    requests.append(self.node.Isend(message, local, total.number % TAGS))
         yield requests
 
     def _send(self, array: Array, node: int, kind: int, total: Sum) -> Any:
@@ -173,7 +173,7 @@ class NodeSums:
         return self.lane.Irecv([array, mpi_type(array)], node, total.tag(kind))
 
     def _neighbours(self, node: int) -> list[int]:
-        return [other for other in (node - 1, node + 1) if 0 <= other < self.topology.nodes]
+        return [peer for peer in (node - 1, node + 1) if 0 <= peer < self.topology.nodes]
 
     def _out(self, total: Sum, item: Item) -> Array:
         """Return the part of this rank's slice that an item covers."""
@@ -198,22 +198,22 @@ class NodeSums:
     def _add_and_pass_on(self, total: Sum, source: Source, slots: list[Array]) -> Running:
         items = total.items
         posted: list[list[Any]] = []
-        sent: list[list[Any]] = [[] for _ in slots]
+        sends: list[list[Any]] = [[] for _ in slots]
         for number in range(len(items) + CHAIN_DEPTH - 1):
             slot = number % CHAIN_DEPTH
             if number < len(items):
-                yield sent[slot]  # wait until the buffer is free
+                yield sends[slot]  # wait until the buffer is free
                 posted.append(self._post(total, source, items[number], slots[slot], slot))
-            done = number - (CHAIN_DEPTH - 1)
-            if 0 <= done < len(items):
-                yield posted[done]
-                slot = done % CHAIN_DEPTH
-                self._add(total, source, items[done], slots[slot], slot)
+            oldest = number - (CHAIN_DEPTH - 1)
+            if 0 <= oldest < len(items):
+                yield posted[oldest]
+                slot = oldest % CHAIN_DEPTH
+                self._add(total, source, items[oldest], slots[slot], slot)
                 if self.topology.node == total.last:
-                    yield [total.lent[done]] if done in total.lent else []
-                sent[slot] = self._pass_on(total, items[done], slots[slot])
+                    yield [total.lent[oldest]] if oldest in total.lent else []
+                sends[slot] = self._pass_on(total, items[oldest], slots[slot])
                 total.added += 1
-        yield [request for requests in sent for request in requests]
+        yield [request for requests in sends for request in requests]
 
     def _post(self, total: Sum, source: Source, item: Item, slot: Array, number: int) -> list[Any]:
         requests = source.post(item.span, number)
@@ -246,7 +246,7 @@ class NodeSums:
         np.copyto(self._out(total, item), summed)
         if item.home == node:
             return []
-        return [self._send(self._out(total, item), other, TOTAL, total) for other in self._neighbours(node)]
+        return [self._send(self._out(total, item), peer, TOTAL, total) for peer in self._neighbours(node)]
 
     # --------------------------------------------------------------------------------------------- back
 
@@ -257,23 +257,23 @@ class NodeSums:
         """
         yield source.ready
         node, last, items = self.topology.node, total.last, total.items
-        own = [number for number, item in enumerate(items) if item.home in (None, node)]
+        numbers = [number for number, item in enumerate(items) if item.home in (None, node)]
         if total.asked.accumulate and not total.replicated and node:
-            for number in own:
+            for number in numbers:
                 total.lent[number] = self._send(self._out(total, items[number]), 0, START, total)
         total.lends = True
         if node != last:
             sender = last if not total.replicated else node + 1 if node < last else node - 1
             requests = []
-            for number in own:
+            for number in numbers:
                 yield self._may_be_written(total, number)
                 requests.append(self._receive(self._out(total, items[number]), sender, TOTAL, total))
-            onward = [other for other in self._neighbours(node) if total.replicated and other != sender]
-            sent: list[Any] = []
-            for number, request in zip(own, requests, strict=True):
+            targets = [peer for peer in self._neighbours(node) if total.replicated and peer != sender]
+            sends: list[Any] = []
+            for number, request in zip(numbers, requests, strict=True):
                 yield [request]
-                sent += [self._send(self._out(total, items[number]), other, TOTAL, total) for other in onward]
-            yield sent
+                sends += [self._send(self._out(total, items[number]), peer, TOTAL, total) for peer in targets]
+            yield sends
         total.done.append("collected")
 
     def _may_be_written(self, total: Sum, number: int) -> Any:
@@ -300,10 +300,8 @@ class GradientsInSharedMemory:
 
     def parts(self, span: slice, slot: int) -> list[Array]:
         """Return elements `span` of the unit from each contributing rank of the node, in rank order."""
-        number, full = self.total.number, self.total.asked.full
-        return [
-            self.pool.of_rank(rank, self.counters.noted(rank, number), full, span) for rank in self.givers
-        ]
+        entry, full = self.total.number, self.total.asked.full
+        return [self.pool.of_rank(rank, self.counters.noted(rank, entry), full, span) for rank in self.givers]
 
 
 class GradientsByMessages:
@@ -330,8 +328,8 @@ class GradientsByMessages:
         ]
 
     def parts(self, span: slice, slot: int) -> list[Array]:
-        own = self.total.asked.full[span]
-        return [own if rank == self.local else self._buffer(slot, rank, span) for rank in self.givers]
+        part = self.total.asked.full[span]
+        return [part if rank == self.local else self._buffer(slot, rank, span) for rank in self.givers]
 
 
 Source = GradientsInSharedMemory | GradientsByMessages

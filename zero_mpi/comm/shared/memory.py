@@ -58,10 +58,10 @@ class NodesApart(NoSharedMemory):
 class Window:
     """Window of `nbytes` bytes of shared memory. Collective; raises NoSharedMemory on all ranks if it fails.
 
-    own: byte ranges whose pages this rank allocates.
+    ranges: byte ranges whose pages this rank allocates.
     """
 
-    def __init__(self, node: Any, nbytes: int, own: Iterable[Range] = ()) -> None:
+    def __init__(self, node: Any, nbytes: int, ranges: Iterable[Range] = ()) -> None:
         agree(node, space_problem(nbytes + MARGIN) if node.Get_rank() == 0 else "")
         self.nbytes = nbytes
         size = nbytes + ALIGNMENT if node.Get_rank() == 0 else 0
@@ -74,7 +74,7 @@ class Window:
         memory = np.frombuffer(shared, np.uint8)
         skip = -memory.ctypes.data % ALIGNMENT
         problem = "" if node.allgather(skip) == [skip] * node.Get_size() else "ranks align memory differently"
-        problem = problem or populate(memory[skip:], own)
+        problem = problem or populate(memory[skip:], ranges)
         self._kept: Array | None = memory[skip : skip + nbytes]
         self._root = weakref.ref(memory)  # every array made from the window keeps this object alive
         del memory, shared
@@ -108,38 +108,38 @@ class Window:
 
 def agree(node: Any, problem: str) -> None:
     """Raise NoSharedMemory on all ranks if any rank has a problem. Collective."""
-    found = next((text for text in node.allgather(problem) if text), "")
-    if found:
-        raise NoSharedMemory(found)
+    first = next((text for text in node.allgather(problem) if text), "")
+    if first:
+        raise NoSharedMemory(first)
 
 
 def space_problem(nbytes: int) -> str:
     """Return the reason why `nbytes` do not fit into shared memory now, or an empty text."""
-    needed = f"{nbytes / 2**20:.1f} MiB of shared memory"
+    amount = f"{nbytes / 2**20:.1f} MiB of shared memory"
     try:
-        about = os.statvfs(PLACE)
-        free = about.f_bavail * about.f_frsize
+        stat = os.statvfs(PLACE)
+        free = stat.f_bavail * stat.f_frsize
         if free < nbytes:
-            return f"{needed} are needed, but {PLACE} has only {free / 2**20:.1f} MiB free"
+            return f"{amount} are needed, but {PLACE} has only {free / 2**20:.1f} MiB free"
         with tempfile.TemporaryFile(dir=PLACE) as probe:  # a quota or a cgroup may allow less
             os.posix_fallocate(probe.fileno(), 0, nbytes)
     except OSError as error:
-        return f"{needed} cannot be reserved in {PLACE}: {error.strerror or error}"
+        return f"{amount} cannot be reserved in {PLACE}: {error.strerror or error}"
     return ""
 
 
-def populate(memory: Array, own: Iterable[Range]) -> str:
+def populate(memory: Array, ranges: Iterable[Range]) -> str:
     """Allocate the pages of the ranges; return why that failed, or an empty text.
 
     Unlike a write, madvise returns an error if no page is free. Older kernels do not support this; then only
     the earlier check of free space protects the process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    for start, stop in own:
+    for start, stop in ranges:
         first = memory.ctypes.data + start
-        skipped = first % mmap.PAGESIZE
-        place, length = ctypes.c_void_p(first - skipped), ctypes.c_size_t(stop - start + skipped)
-        if stop > start and libc.madvise(place, length, POPULATE_WRITE):
+        skip = first % mmap.PAGESIZE
+        pointer, length = ctypes.c_void_p(first - skip), ctypes.c_size_t(stop - start + skip)
+        if stop > start and libc.madvise(pointer, length, POPULATE_WRITE):
             cause = ctypes.get_errno()
             unknown = cause in (errno.EINVAL, errno.ENOSYS)
             return "" if unknown else f"{PLACE} is full: {os.strerror(cause)}"
@@ -280,35 +280,33 @@ class NodeMemory:
 
     def _allot(self, full: Sequence[Partition], buffers: Sequence[int]) -> Allotment:
         """Create one window: first the full arrays, then a block of buffers for each rank."""
-        starts = list(itertools.accumulate((padded(one.length) for one in full), initial=0))
+        starts = list(itertools.accumulate((padded(partition.length) for partition in full), initial=0))
         block = sum(map(padded, buffers))
-        blocks = [starts[-1] + rank * block for rank in range(self.size + 1)]
+        edges = [starts[-1] + rank * block for rank in range(self.size + 1)]
         slices = [
             (start + FLOAT.itemsize * part.start, start + FLOAT.itemsize * part.stop)
-            for start, part in zip(starts, (one.part(self.rank) for one in full), strict=False)
+            for start, part in zip(starts, (partition.part(self.rank) for partition in full), strict=False)
         ]
-        nbytes = window_bytes((one.length for one in full), buffers, self.size)
-        window = Window(self.node, nbytes, [*slices, (blocks[self.rank], blocks[self.rank + 1])])
+        nbytes = window_bytes((partition.length for partition in full), buffers, self.size)
+        window = Window(self.node, nbytes, [*slices, (edges[self.rank], edges[self.rank + 1])])
         memory = window.hand_over()
         for first, last in slices:
             memory[first:last] = 0
         window.fence()
         self.node.Barrier()  # afterwards other ranks may write to the memory that this rank has zeroed
         arrays = [
-            memory[start : start + FLOAT.itemsize * one.length].view(FLOAT)
-            for start, one in zip(starts, full, strict=False)
+            memory[start : start + FLOAT.itemsize * partition.length].view(FLOAT)
+            for start, partition in zip(starts, full, strict=False)
         ]
-        pool = SharedGradientPool(
-            [memory[start : start + block] for start in blocks[:-1]], self.rank, buffers
-        )
+        pool = SharedGradientPool([memory[start : start + block] for start in edges[:-1]], self.rank, buffers)
         self._windows.append(window)
         self._pools.add(pool)
         return arrays, pool
 
     def _free_unused(self) -> None:
         """Free the windows that no rank's arrays use, because their modules are deleted. Collective."""
-        used = self.node.allgather([window.in_use for window in self._windows])
-        for window, in_use in zip(self._windows[:], zip(*used, strict=True), strict=True):
+        usage = self.node.allgather([window.in_use for window in self._windows])
+        for window, in_use in zip(self._windows[:], zip(*usage, strict=True), strict=True):
             if not any(in_use):
                 window.free()
                 self._windows.remove(window)

@@ -55,29 +55,29 @@ def command(world: World, arguments: Sequence[str]) -> int:
     path = Path(options.path)
     try:
         if options.other is None:
-            found = examine(path, keys=options.keys, tensors=options.tensors)
+            report = examine(path, keys=options.keys, tensors=options.tensors)
         else:
             from zero_mpi.commands.inspect.compare import compare_paths  # its imports are slow
 
-            found = compare_paths(path, Path(options.other))
+            report = compare_paths(path, Path(options.other))
     except OSError as error:  # for example, the folder is not readable
         raise UsageError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
     if options.json:
-        write(json.dumps(found, indent=2, allow_nan=False).replace("\x7f", "\\u007f").split("\n"))
+        write(json.dumps(report, indent=2, allow_nan=False).replace("\x7f", "\\u007f").split("\n"))
     else:
-        write(lines_of(found, options.keys or options.tensors))
-    return 0 if found.get("sound", found.get("same")) else 1
+        write(lines_of(report, options.keys or options.tensors))
+    return 0 if report.get("sound", report.get("same")) else 1
 
 
 # ------------------------------------------------------------------------------------------- the text
 
 
-def lines_of(found: Report, everything: bool) -> Iterator[str]:
+def lines_of(report: Report, everything: bool) -> Iterator[str]:
     """Yield the lines of a report: each entry that has a value, with its title on the left.
 
     If `everything` is false, only the first keys and names are shown.
     """
-    entries = ((name, value) for name, value in found.items() if value is not None)
+    entries = ((name, value) for name, value in report.items() if value is not None)
     for name, value in entries:
         title = name.replace("_", " ")
         for text in key_lines(value, everything) if name == "keys" else texts_of(value, everything):
@@ -88,20 +88,20 @@ def lines_of(found: Report, everything: bool) -> Iterator[str]:
 def texts_of(value: Any, everything: bool) -> Iterator[str]:
     """Yield a value as lines. Short entries of a dictionary share a line; long entries do not."""
     if isinstance(value, list):
-        every = (text for item in value for text in texts_of(item, everything))
+        lines = (text for item in value for text in texts_of(item, everything))
         are_names = any(isinstance(item, str) for item in value)
-        yield from first(every, FEW if are_names and not everything else sys.maxsize)
+        yield from first(lines, FEW if are_names and not everything else sys.maxsize)
     elif not isinstance(value, dict) or is_short(value):
         yield text_of(value, LONGEST_LINE)
     else:
-        value = {name: each for name, each in value.items() if each is not None}
-        short = (f"{shown(name)} {text_of(each)}" for name, each in value.items() if is_short(each))
-        joined = ", ".join(text.replace(" ", NO_BREAK) for text in short)
-        for line in textwrap.wrap(joined, WIDTH - TITLE, break_long_words=False, break_on_hyphens=False):
+        value = {name: entry for name, entry in value.items() if entry is not None}
+        pairs = (f"{shown(name)} {text_of(entry)}" for name, entry in value.items() if is_short(entry))
+        paragraph = ", ".join(text.replace(" ", NO_BREAK) for text in pairs)
+        for line in textwrap.wrap(paragraph, WIDTH - TITLE, break_long_words=False, break_on_hyphens=False):
             yield line.replace(NO_BREAK, " ")
-        for name, each in value.items():
+        for name, entry in value.items():
             prefix = f"{shown(name)}: "
-            for text in () if is_short(each) else texts_of(each, everything):
+            for text in () if is_short(entry) else texts_of(entry, everything):
                 yield prefix + text
                 prefix = "  "
 
@@ -109,10 +109,10 @@ def texts_of(value: Any, everything: bool) -> Iterator[str]:
 def key_lines(keys: Any, everything: bool) -> Iterator[str]:
     """Yield a line for each key of each file, or for each key whose values differ between two files."""
     if isinstance(keys, dict):
-        every = ((role, key, text_of(x, sys.maxsize)) for role, own in keys.items() for key, x in own.items())
+        rows = ((role, key, text_of(x, sys.maxsize)) for role, own in keys.items() for key, x in own.items())
     else:
-        every = ((key["file"], key["key"], " and ".join(map(text_of, key["values"]))) for key in keys)
-    lines = (f"{role}: {shown(key)} = {text}" for role, key, text in every)
+        rows = ((key["file"], key["key"], " and ".join(map(text_of, key["values"]))) for key in keys)
+    lines = (f"{role}: {shown(key)} = {text}" for role, key, text in rows)
     yield from first(lines, sys.maxsize if everything else MANY)
 
 
@@ -120,8 +120,8 @@ def first(lines: Iterable[str], most: int) -> Iterator[str]:
     """Yield at most `most` lines, and then a line with the number of remaining lines."""
     rest = iter(lines)
     yield from islice(rest, most)
-    if more := sum(1 for _ in rest):
-        yield f"and {more:,} more (show all with --keys --tensors)"
+    if remaining := sum(1 for _ in rest):
+        yield f"and {remaining:,} more (show all with --keys --tensors)"
 
 
 def is_short(value: Any) -> bool:

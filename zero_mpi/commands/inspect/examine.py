@@ -137,8 +137,8 @@ def read_tensor(source: WeightSource, spec: TensorSpec) -> Tensor:
             yield sound.piece_digests(raw)
 
     digest = sound.digest_of_pieces(digested())
-    known = [count for count in counts if count is not None]
-    return Tensor(spec, digest, sum(known) if len(known) == len(counts) else None)
+    numbers = [count for count in counts if count is not None]
+    return Tensor(spec, digest, sum(numbers) if len(numbers) == len(counts) else None)
 
 
 # ------------------------------------------------------------------------------------------------ the report
@@ -148,29 +148,31 @@ def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
     """Return the report on a path. On request it has all keys, or a row for each tensor."""
     subject = open_subject(path)
     parts = subject.parts
-    read = {role: [read_tensor(part, spec) for spec in part.tensors.values()] for role, part in parts.items()}
-    found: Report = {"path": str(path), "files": [about_file(part) for part in parts.values()]}
+    results = {
+        role: [read_tensor(part, spec) for spec in part.tensors.values()] for role, part in parts.items()
+    }
+    facts: Report = {"path": str(path), "files": [about_file(part) for part in parts.values()]}
     if subject.model is not None:
-        found["model"] = about_model(subject.model)
-        found["tokenizer"] = about_tokenizer(keys_of(subject.model))
+        facts["model"] = about_model(subject.model)
+        facts["tokenizer"] = about_tokenizer(keys_of(subject.model))
     counts, nbytes = Counter[str](), Counter[str]()
-    for tensor in chain.from_iterable(read.values()):
+    for tensor in chain.from_iterable(results.values()):
         counts[tensor.spec.type.name] += 1
         nbytes[tensor.spec.type.name] += tensor.spec.nbytes
-    found["types"] = [{"type": kind, "tensors": n, "bytes": nbytes[kind]} for kind, n in counts.most_common()]
-    found["keys"] = {role: about_keys(part.metadata, keys) for role, part in parts.items()}
-    found["training"] = about_training(subject)
-    found |= verdict(subject, read)
+    facts["types"] = [{"type": kind, "tensors": n, "bytes": nbytes[kind]} for kind, n in counts.most_common()]
+    facts["keys"] = {role: about_keys(part.metadata, keys) for role, part in parts.items()}
+    facts["training"] = about_training(subject)
+    facts |= verdict(subject, results)
     if tensors:
-        found["tensors"] = {
+        facts["tensors"] = {
             role: [
-                {"name": one.spec.name, "shape": list(one.spec.shape), "type": one.spec.type.name}
-                | {"bytes": one.spec.nbytes, "digest": one.digest, "not_finite": one.not_finite}
-                for one in rows
+                {"name": row.spec.name, "shape": list(row.spec.shape), "type": row.spec.type.name}
+                | {"bytes": row.spec.nbytes, "digest": row.digest, "not_finite": row.not_finite}
+                for row in rows
             ]
-            for role, rows in read.items()
+            for role, rows in results.items()
         }
-    return found
+    return facts
 
 
 def about_file(source: WeightSource) -> Report:
@@ -205,20 +207,18 @@ def about_tokenizer(keys: GGUFKeys) -> Report | None:
     if keys.tokenizer is None:
         return None
     head = "tokenizer.ggml."
-    stored: Report = {name: keys.text(f"{head}{name}") for name in ("model", "pre")}
-    stored |= {name: keys.integer(f"{head}{name}") for name in ("bos_token_id", "eos_token_id")}
-    counted = {name: keys.texts(f"{head}{name}") for name in ("tokens", "merges")}
-    found: Report = {"bytes": ByteTokenizer.is_in(keys.metadata, keys.place)}
-    found |= {name: as_json(value) for name, value in stored.items() if value is not None}
-    return found | {name: len(value) for name, value in counted.items() if value is not None}
+    fields: Report = {name: keys.text(f"{head}{name}") for name in ("model", "pre")}
+    fields |= {name: keys.integer(f"{head}{name}") for name in ("bos_token_id", "eos_token_id")}
+    lists = {name: keys.texts(f"{head}{name}") for name in ("tokens", "merges")}
+    report: Report = {"bytes": ByteTokenizer.is_in(keys.metadata, keys.place)}
+    report |= {name: as_json(value) for name, value in fields.items() if value is not None}
+    return report | {name: len(value) for name, value in lists.items() if value is not None}
 
 
 def about_keys(metadata: Mapping[str, Any], everything: bool) -> Report:
     """Return the keys that the report does not show elsewhere, with long values cut; all if `everything`."""
-    elsewhere = () if everything else (*SUMMARISED, f"{metadata.get('general.architecture')}.")
-    return {
-        key: as_json(value, everything) for key, value in metadata.items() if not key.startswith(elsewhere)
-    }
+    heads = () if everything else (*SUMMARISED, f"{metadata.get('general.architecture')}.")
+    return {key: as_json(value, everything) for key, value in metadata.items() if not key.startswith(heads)}
 
 
 def about_training(subject: Subject) -> Report | None:
@@ -226,43 +226,43 @@ def about_training(subject: Subject) -> Report | None:
     metadata = [part.metadata for part in subject.parts.values()][-1]
     if sound.ID not in metadata:
         return None
-    found = {name: as_json(metadata[key]) for key, name in COUNTS.items() if key in metadata}
-    found["id"] = as_json(metadata[sound.ID], True)
-    found["recorded_state_digest"] = as_json(metadata.get(sound.STATE_DIGEST), True)
+    report = {name: as_json(metadata[key]) for key, name in COUNTS.items() if key in metadata}
+    report["id"] = as_json(metadata[sound.ID], True)
+    report["recorded_state_digest"] = as_json(metadata.get(sound.STATE_DIGEST), True)
     if subject.state is not None:
         for name in ("settings", "plan", "machine"):
             with suppress(UsageError):  # `verdict` reports keys that were removed or changed
                 values = read_json(subject.state, f"training.{name}")
-                found[name] = {key: as_json(value, True) for key, value in values.items()}
-    return found
+                report[name] = {key: as_json(value, True) for key, value in values.items()}
+    return report
 
 
-def verdict(subject: Subject, read: Mapping[str, list[Tensor]]) -> Report:
+def verdict(subject: Subject, results: Mapping[str, list[Tensor]]) -> Report:
     """Return the problems of digests and of the checkpoint's files, and the number of non-finite values."""
-    digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in read.items()}
-    every = [*chain.from_iterable(read.values())]
+    digests = {role: {tensor.spec.name: tensor.digest for tensor in rows} for role, rows in results.items()}
+    tensors = [*chain.from_iterable(results.values())]
     with_sums = [role for role, part in subject.parts.items() if sound.TENSOR_DIGESTS in part.metadata]
-    whole = sound.digest_of_files(digests)
+    state_digest = sound.digest_of_files(digests)
     problems = [text for role in with_sums for text in wrong_digests(subject.parts[role], digests[role])]
     if subject.model is not None and subject.state is not None:
         try:
             sound.check_files(sound.CheckpointFiles(subject.model, subject.state, subject.average))
-            if not problems and keys_of(subject.state).text(sound.STATE_DIGEST) != whole:
+            if not problems and keys_of(subject.state).text(sound.STATE_DIGEST) != state_digest:
                 problems.append(f"{subject.state.path}: key {sound.STATE_DIGEST} does not match the tensors")
         except UsageError as error:
             problems.append(str(error))
-    not_finite = {tensor.spec.name: tensor.not_finite for tensor in every if tensor.not_finite}
+    not_finite = {tensor.spec.name: tensor.not_finite for tensor in tensors if tensor.not_finite}
     return {
         "checksums": sum(len(digests[role]) for role in with_sums),
         "problems": problems,
-        "state_digest": whole,
+        "state_digest": state_digest,
         "not_finite": not_finite,
-        "unknown_types": sorted({tensor.spec.type.name for tensor in every if tensor.not_finite is None}),
+        "unknown_types": sorted({tensor.spec.type.name for tensor in tensors if tensor.not_finite is None}),
         "sound": not problems and not not_finite,
     }
 
 
-def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[str]:
+def wrong_digests(source: WeightSource, digests: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each tensor of a file that does not match its digest in the file."""
     path = source.path
     try:
@@ -270,12 +270,12 @@ def wrong_digests(source: WeightSource, found: Mapping[str, str]) -> Iterator[st
     except UsageError as error:
         yield str(error)
         return
-    for name in dict.fromkeys((*found, *recorded)):
+    for name in dict.fromkeys((*digests, *recorded)):
         if name not in recorded:
             yield f"{path}: tensor {show(name)} has no checksum, but other tensors do"
-        elif name not in found:
+        elif name not in digests:
             yield f"{path}: tensor {show(name)} has a checksum but is missing"
-        elif found[name] != recorded[name]:
+        elif digests[name] != recorded[name]:
             yield f"{path}: tensor {show(name)} was changed after it was written: its checksum differs"
 
 

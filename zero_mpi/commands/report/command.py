@@ -138,9 +138,9 @@ def page(runs: Sequence[Run], now: datetime) -> str:
 def policy(*scripts: str) -> str:
     """Return a Content-Security-Policy that permits only our scripts, and inline styles for Plotly."""
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
-    known = " ".join(f"'sha256-{digest}'" for digest in digests)
+    sources = " ".join(f"'sha256-{digest}'" for digest in digests)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
-    return f"default-src 'none'; script-src {known}; {rest}"
+    return f"default-src 'none'; script-src {sources}; {rest}"
 
 
 # ------------------------------------------------------------------------------------------- the figure
@@ -155,17 +155,17 @@ def figure(runs: Sequence[Run]) -> Json:
             for name, title in curves.items():
                 if name in run.curves.names:
                     steps, values = run.curves.points(name)
-                    few = name in ("val_loss", "wait_seconds")
+                    is_sparse = name in ("val_loss", "wait_seconds")
                     data.append({
                         "type": "scatter",
-                        "mode": "lines+markers" if few or len(steps) == 1 else "lines",
+                        "mode": "lines+markers" if is_sparse or len(steps) == 1 else "lines",
                         "x": steps.tolist(),
                         "y": [float(f"{y / unit:.6g}") if math.isfinite(y) else None for y in values],
                         "name": label(f"{run.name}: {title}"),
                         "legendgroup": f"{number}",
                         "showlegend": place == 0,
                         "yaxis": f"y{place + 2}",
-                        "line": {**line_of(number), "width": 1 if few else 1.6},
+                        "line": {**line_of(number), "width": 1 if is_sparse else 1.6},
                         "marker": {"size": 5, "symbol": "circle-open"},
                     })  # fmt: skip
     return {"data": data, "layout": layout(runs, panels)}
@@ -183,9 +183,9 @@ def line_of(number: int) -> Json:
 
 def events_trace(run: Run, number: int) -> Json:
     """Return the trace that marks a run's events."""
-    known = [event for event in run.events if event["event"] in MARKED and event.count("step") is not None]
-    marks = [event for event in known if event["event"] != "saved"][-MOST_MARKS:]
-    marks += [event for event in known if event["event"] == "saved"][-MOST_MARKS:]
+    events = [event for event in run.events if event["event"] in MARKED and event.count("step") is not None]
+    marks = [event for event in events if event["event"] != "saved"][-MOST_MARKS:]
+    marks += [event for event in events if event["event"] == "saved"][-MOST_MARKS:]
     symbols = [SIGNS.get(event["event"], "x") for event in marks]
     return {
         "type": "scatter",
@@ -214,8 +214,8 @@ def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
         top = 1 - (strip + GAP + place * (PANEL + GAP)) / full
         mode = "normal" if {"loss", "grad_norm"} & curves.keys() else "tozero"
         axes[f"yaxis{place + 2}"] = grid | {"domain": [max(0.0, top - PANEL / full), top], "rangemode": mode}
-        at = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": top, "yanchor": "bottom"}
-        titles.append({"text": f"<b>{title}</b>", "showarrow": False, **at})
+        anchor = {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": top, "yanchor": "bottom"}
+        titles.append({"text": f"<b>{title}</b>", "showarrow": False, **anchor})
     scales = [
         {"label": f"{kind} loss", "method": "relayout", "args": ["yaxis2.type", kind]}
         for kind in ("linear", "log")
@@ -241,8 +241,8 @@ def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
 def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, bool, list[str]]]:
     """Return rows (name, whether the runs differ, value of each run) for every name in any run."""
     names = dict.fromkeys(name for column in columns for name in column)
-    found = [(name, [column.get(name, "") for column in columns]) for name in names]
-    return [(name, len(set(values)) > 1, values) for name, values in found]
+    table = [(name, [column.get(name, "") for column in columns]) for name in names]
+    return [(name, len(set(values)) > 1, values) for name, values in table]
 
 
 def facts(run: Run) -> dict[str, str]:
@@ -260,8 +260,8 @@ def facts(run: Run) -> dict[str, str]:
 def newest(run: Run) -> Iterator[tuple[str, str, str]]:
     """Yield (time, step, description) of the most recent events, the newest first."""
     for event in [*run.events][: -MOST_EVENTS - 1 : -1]:
-        when = event.moment("time")
-        yield f"{when:%Y-%m-%d %H:%M:%S}" if when else "", f"{event.count('step') or 0:,}", about(event)
+        time = event.moment("time")
+        yield f"{time:%Y-%m-%d %H:%M:%S}" if time else "", f"{event.count('step') or 0:,}", about(event)
 
 
 def about(event: Entry) -> str:
@@ -270,9 +270,9 @@ def about(event: Entry) -> str:
     if name == "started" and (ranks := event.count("ranks")):
         return f"started on {plural(ranks, 'rank')}"
     if name in ("saved", "resumed"):
-        of = f" of {plural(ranks, 'rank')}" if (ranks := event.count("from_ranks")) else ""
-        return f"{name} {'from ' if name == 'resumed' else ''}{folder or 'a checkpoint'}{of}"
+        suffix = f" of {plural(ranks, 'rank')}" if (ranks := event.count("from_ranks")) else ""
+        return f"{name} {'from ' if name == 'resumed' else ''}{folder or 'a checkpoint'}{suffix}"
     if name == "sample":
         return f"sample: {event.text('prompt')}{event.text('text').removeprefix(event.text('prompt'))}"
-    said = event.text("text") or event.text("reason")
-    return f"{name}: {said}" if said else str(name)
+    detail = event.text("text") or event.text("reason")
+    return f"{name}: {detail}" if detail else str(name)

@@ -74,15 +74,15 @@ class Curves:
         while self.step > self.width * limit:
             self.width *= 2
         self._columns = (np.array(steps, np.int64) - 1) // self.width
-        self._values = {name: np.array(each) for name, each in values.items()}
-        self.names = {name for name, each in self._values.items() if not np.isinf(each).all()}
+        self._values = {name: np.array(series) for name, series in values.items()}
+        self.names = {name for name, series in self._values.items() if not np.isinf(series).all()}
 
     def points(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
         """Return (last step, mean) of each column that has this number; the mean is nan if any value is."""
         values = self._values[name]
-        there = ~np.isinf(values)
-        columns, places = np.unique(self._columns[there], return_inverse=True)
-        means = np.bincount(places, values[there]) / np.bincount(places)
+        mask = ~np.isinf(values)
+        columns, places = np.unique(self._columns[mask], return_inverse=True)
+        means = np.bincount(places, values[mask]) / np.bincount(places)
         return np.minimum((columns + 1) * self.width, self.step), means
 
 
@@ -101,10 +101,10 @@ class Entry(dict[str, Any]):
     def moment(self, name: str) -> datetime | None:
         """Return a time in ISO 8601 as a datetime, or None. Without a time zone, the time is UTC."""
         try:
-            found = datetime.fromisoformat(self.text(name))
+            moment = datetime.fromisoformat(self.text(name))
         except ValueError:
             return None
-        return found if found.tzinfo else found.replace(tzinfo=UTC)
+        return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 @dataclass
@@ -148,7 +148,7 @@ def read_runs(paths: Sequence[Path], limit: int = LIMIT) -> list[Run]:
     parts, length, names = [Path(os.path.abspath(run.path)).parts for run in runs], 0, list[str]()
     while len(set(names)) < len(runs) and length <= max(map(len, parts)):
         length += 1
-        names = ["/".join(one[-length:]) for one in parts]
+        names = ["/".join(part[-length:]) for part in parts]
     for run, name in zip(runs, names, strict=True):
         run.name = name
     return runs
@@ -163,8 +163,8 @@ def read_run(path: Path, limit: int = LIMIT) -> Run:
         curves = Curves(filter(None, map(record_of, lines)), limit)  # lines that a crash cut off are left out
         config = Entry()
         with suppress(ValueError):  # includes FileError
-            found = parse_toml(read_file(path / CONFIG, MOST_SETTINGS))
-            config = Entry(islice(found.items(), MOST_KEYS))
+            settings = parse_toml(read_file(path / CONFIG, MOST_SETTINGS))
+            config = Entry(islice(settings.items(), MOST_KEYS))
         return Run(path, curves, Entry(read_status(path / STATUS)), config, read_events(path / EVENTS))
     except OSError as error:
         place = shown(error.filename or path)
@@ -175,27 +175,27 @@ def check_folder(path: Path) -> None:
     """Raise UsageError if `path` is not the folder of a run."""
     if any(os.path.exists(path / name) for name in (METRICS, STATUS)):
         return
-    found = "neither: use the path of a run"
+    finding = "neither: use the path of a run"
     if not exists(path):
-        found = "nothing: use the path of a run"
+        finding = "nothing: use the path of a run"
     elif not os.path.isdir(path):
-        found = "a file: use its folder"
+        finding = "a file: use its folder"
     elif os.path.exists(folders.weights_in(path)):
-        found = f"a checkpoint: use the run folder, {Path(os.path.realpath(path)).parent}"
-    wanted = f"expected a run folder (--out of training) with {METRICS} or {STATUS}"
-    raise UsageError(f"{shown(path)}: {wanted}; found {found}")
+        finding = f"a checkpoint: use the run folder, {Path(os.path.realpath(path)).parent}"
+    message = f"expected a run folder (--out of training) with {METRICS} or {STATUS}"
+    raise UsageError(f"{shown(path)}: {message}; found {finding}")
 
 
 def read_events(path: Path) -> list[Entry]:
     """Return the newest events of a run in order of time. Invalid lines are left out."""
-    found, size = deque[tuple[int, Entry]](), 0
+    events, size = deque[tuple[int, Entry]](), 0
     with suppress(FileError):
         for line in read_lines(path, b'"event"'):
             with suppress(ValueError):
                 event = parse_json(line, null_for_infinite=True)
                 if isinstance(event, dict) and Entry(event).text("event"):
-                    found.append((len(line), Entry(event)))
+                    events.append((len(line), Entry(event)))
                     size += len(line)
             while size > MOST_HISTORY:
-                size -= found.popleft()[0]
-    return [event for _, event in found]
+                size -= events.popleft()[0]
+    return [event for _, event in events]

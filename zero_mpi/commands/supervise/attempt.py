@@ -67,25 +67,25 @@ class RunFolder:
 
     def signs(self) -> list[tuple[int, int]]:
         """Return times and sizes of the files that change while a run lives, such as records and lock."""
-        found = []
+        signs = []
         for name in SIGNS:
             with contextlib.suppress(OSError):
-                about = os.stat(self.path / name)
-                found.append((about.st_mtime_ns, about.st_size))
-        return found
+                stat = os.stat(self.path / name)
+                signs.append((stat.st_mtime_ns, stat.st_size))
+        return signs
 
     def await_release(self, seconds: float, is_over: Callable[[], bool]) -> None:
         """Wait while a process on this machine, such as a rank whose launcher died, holds the folder."""
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         lock = self.path / folder_lock.NAME
-        while folder_lock.is_held_here(lock) and time.monotonic() < until and not is_over():
+        while folder_lock.is_held_here(lock) and time.monotonic() < deadline and not is_over():
             time.sleep(LOOK)
 
-    def note(self, event: str, step: int, **about: Any) -> None:
+    def note(self, event: str, step: int, **facts: Any) -> None:
         if self.path.is_dir():
             writer = events.Events(self.path, 0)
             writer.at(step)
-            writer.note(event, **about)
+            writer.note(event, **facts)
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class Ending:
 
     @property
     def reason(self) -> str:
-        state, why = self.said.get("state"), self.said.get("reason")
-        if state == status.FAILED and isinstance(why, str) and why:
-            return one_line(why)[:MOST_REASON]
+        state, cause = self.said.get("state"), self.said.get("reason")
+        if state == status.FAILED and isinstance(cause, str) and cause:
+            return one_line(cause)[:MOST_REASON]
         if self.ended_for:
             return self.ended_for
         names = {128 + number: f" ({number.name})" for number in signal.Signals}  # status in a shell -> name
-        lost = ": killed, or a host was lost" if state == status.RUNNING else ""
-        return f"status {self.status}{names.get(self.status, '')}{lost}"
+        suffix = ": killed, or a host was lost" if state == status.RUNNING else ""
+        return f"status {self.status}{names.get(self.status, '')}{suffix}"
 
     @property
     def failure_status(self) -> int:
@@ -187,8 +187,8 @@ class Attempt:
         finally:  # leave no process behind, even after an error
             if not has_ended(job):
                 os.killpg(job.pid, signal.SIGTERM)
-                until = time.monotonic() + GRACE
-                while not has_ended(job) and time.monotonic() < until:
+                deadline = time.monotonic() + GRACE
+                while not has_ended(job) and time.monotonic() < deadline:
                     time.sleep(LOOK)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(job.pid, signal.SIGKILL)  # kills the remaining processes of the group

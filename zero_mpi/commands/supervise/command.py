@@ -63,26 +63,26 @@ def make_parser() -> Parser:
         add(name, type=type(default), default=default, help=text)
     add("--hostfile", metavar="FILE", help="hosts and ranks (default: from the batch job)")
     add("--for", dest="form", choices=tuple(LINES), default="mpich", help="launcher that reads {hostfile}")
-    is_well = "command that exits with 0 if {host} works (default: ssh; in Slurm srun)"
-    add("--probe", metavar="COMMAND", help=is_well)
+    purpose = "command that exits with 0 if {host} works (default: ssh; in Slurm srun)"
+    add("--probe", metavar="COMMAND", help=purpose)
     add("--run", metavar="DIR", help="run folder (default: --out of the command)")
     return parser
 
 
 def prepare(arguments: Sequence[str]) -> Restarts:
     """Return the loop of restarts that a command line describes. Raise UsageError for invalid flags."""
-    cut = arguments.index(BEFORE) if BEFORE in arguments else len(arguments)
-    wanted = f"expected a command after {BEFORE}: zero-mpi supervise {BEFORE} mpirun ..."
-    if cut == len(arguments) and arguments and not arguments[0].startswith("-"):
-        raise UsageError(wanted)
-    options = make_parser().parse_args(arguments[:cut])
+    boundary = arguments.index(BEFORE) if BEFORE in arguments else len(arguments)
+    message = f"expected a command after {BEFORE}: zero-mpi supervise {BEFORE} mpirun ..."
+    if boundary == len(arguments) and arguments and not arguments[0].startswith("-"):
+        raise UsageError(message)
+    options = make_parser().parse_args(arguments[:boundary])
     for flag, (_, bound, _) in NUMBERS.items():
         value = getattr(options, flag[2:].replace("-", "_"))
         if not bound <= value < 1e9:
             raise UsageError(f"{flag} {value:g}: expected a number from {bound} to 1e9")
-    template = Template(tuple(arguments[cut + 1 :]), options.form)
+    template = Template(tuple(arguments[boundary + 1 :]), options.form)
     if not template.words:
-        raise UsageError(wanted)
+        raise UsageError(message)
     if environment.under_launcher():
         raise UsageError("supervise starts the launcher itself: run it without mpirun")
     pool = find_pool(options.hostfile or "", options.probe or "") if template.takes_hosts else None
@@ -94,9 +94,9 @@ def with_spare(pool: HostPool | None, options: Namespace, template: Template) ->
     """Return the hosts, with --spare of them in reserve. Raise UsageError if there are too few."""
     if not template.takes_hosts:
         if options.hostfile or options.spare or options.min_hosts > 1:
-            expected = f"expected one of {', '.join(PLACEHOLDERS)} in the command"
+            remedy = f"expected one of {', '.join(PLACEHOLDERS)} in the command"
             raise UsageError(
-                f"--hostfile, --spare and --min-hosts: {expected}: mpirun -f {{hostfile}} -n {{ranks}} ..."
+                f"--hostfile, --spare and --min-hosts: {remedy}: mpirun -f {{hostfile}} -n {{ranks}} ..."
             )
         return None
     if pool is None:
@@ -128,8 +128,8 @@ class Restarts:
             while True:
                 is_own = self._folder.checkpoint() not in (first, NO_CHECKPOINT)
                 template = self._template.resuming() if is_own else self._template
-                started = Attempt(self._folder, self.stop, self._limits.hang_after)
-                ending = started.run(template.fill(hosts, Path(place)), settings)
+                start = Attempt(self._folder, self.stop, self._limits.hang_after)
+                ending = start.run(template.fill(hosts, Path(place)), settings)
                 if self.stop.at_once:
                     return INTERRUPTED
                 status = ending.final_status(bool(self.stop.signal_name))
@@ -137,29 +137,29 @@ class Restarts:
                     return status
                 if not self._may_start_again(ending, hosts):
                     return ending.failure_status
-                found = self._next_hosts(ending)
-                if isinstance(found, int):
-                    return found
-                hosts, settings = found, OVERLAP
+                outcome = self._next_hosts(ending)
+                if isinstance(outcome, int):
+                    return outcome
+                hosts, settings = outcome, OVERLAP
 
     def _may_start_again(self, ending: Ending, hosts: Sequence[HostEntry]) -> bool:
         """Return whether another start may succeed. If not, log the reason."""
         if ending.progressed:
             self._count = 0
-        failed = ending.fingerprint([host.name for host in hosts])
-        is_same = failed == self._failed_before and not ending.progressed
-        self._failed_before = failed
-        why = f"the same failure again after step {ending.step}: {ending.reason}" if is_same else ""
-        return self._has_restarts(ending, why)
+        fingerprint = ending.fingerprint([host.name for host in hosts])
+        is_same = fingerprint == self._failed_before and not ending.progressed
+        self._failed_before = fingerprint
+        reason = f"the same failure again after step {ending.step}: {ending.reason}" if is_same else ""
+        return self._has_restarts(ending, reason)
 
-    def _has_restarts(self, ending: Ending, why: str = "") -> bool:
-        most = self._limits.restarts
-        if not why and self._count >= most:
-            why = f"{ending.reason}; {plural(most, 'restart')} without a new checkpoint"
-        if why:
-            say(f"zero_mpi supervise: giving up: {why}")
-            self._folder.note(events.GAVE_UP, ending.step, reason=why)
-        return not why
+    def _has_restarts(self, ending: Ending, reason: str = "") -> bool:
+        limit = self._limits.restarts
+        if not reason and self._count >= limit:
+            reason = f"{ending.reason}; {plural(limit, 'restart')} without a new checkpoint"
+        if reason:
+            say(f"zero_mpi supervise: giving up: {reason}")
+            self._folder.note(events.GAVE_UP, ending.step, reason=reason)
+        return not reason
 
     def _next_hosts(self, ending: Ending) -> tuple[HostEntry, ...] | int:
         """Wait for the next start. Return its hosts, or the exit status if there is no next start."""
@@ -179,29 +179,29 @@ class Restarts:
             if self._pool is None or len(hosts) >= self._limits.min_hosts:
                 self._report(ending, number, hosts, silent)
                 return hosts
-            few_left = f"{len(hosts)} of {plural(len(self._pool.hosts), 'host')} answer, --min-hosts "
-            ending = Ending(FAILED, {}, f"{few_left}{self._limits.min_hosts}", ending.step)
+            shortage = f"{len(hosts)} of {plural(len(self._pool.hosts), 'host')} answer, --min-hosts "
+            ending = Ending(FAILED, {}, f"{shortage}{self._limits.min_hosts}", ending.step)
             if not self._has_restarts(ending):
                 return FAILED
 
     def _pause(self, seconds: float) -> bool:
         """Wait. Return False if this process was asked to stop."""
-        until = time.monotonic() + seconds
-        while not self.stop.signal_name and time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while not self.stop.signal_name and time.monotonic() < deadline:
             time.sleep(min(LOOK, seconds))
         return not self.stop.signal_name
 
     def _report(self, ending: Ending, number: str, hosts: Sequence[HostEntry], silent: Sequence[str]) -> None:
-        where, about = "", {}
+        place, facts = "", {}
         if self._pool is not None:
             names, ranks = [host.name for host in hosts], sum(host.slots for host in hosts)
-            where = f" on {plural(len(hosts), 'host')} ({', '.join(few(names))}), {plural(ranks, 'rank')}"
-            about = {"hosts": names, "ranks": ranks}
+            place = f" on {plural(len(hosts), 'host')} ({', '.join(few(names))}), {plural(ranks, 'rank')}"
+            facts = {"hosts": names, "ranks": ranks}
         if silent:
-            where += f"; left out (no answer): {', '.join(few(silent))}"
-        say(f"zero_mpi supervise: {number} from {self._folder.checkpoint()[0] or 'the start'}{where}")
-        why = f"{ending.reason}; {number}{where}"
-        self._folder.note(events.RESTARTED, ending.step, reason=why, silent=silent, **about)
+            place += f"; left out (no answer): {', '.join(few(silent))}"
+        say(f"zero_mpi supervise: {number} from {self._folder.checkpoint()[0] or 'the start'}{place}")
+        reason = f"{ending.reason}; {number}{place}"
+        self._folder.note(events.RESTARTED, ending.step, reason=reason, silent=silent, **facts)
 
 
 def main() -> None:

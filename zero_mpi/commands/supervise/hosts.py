@@ -44,32 +44,32 @@ class HostPool:
     spare: int = 0  # number of hosts at the end of the list that are spares
 
     def choose(self, silent: Sequence[str] = ()) -> tuple[HostEntry, ...]:
-        wanted = len(self.hosts) - self.spare
-        return tuple(host for host in self.hosts if host.name not in silent)[:wanted]
+        count = len(self.hosts) - self.spare
+        return tuple(host for host in self.hosts if host.name not in silent)[:count]
 
     def silent(self) -> list[str]:
         name = platform.node()
-        own = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
-        names, silent = [host.name for host in self.hosts if host.name not in own], list[str]()
+        local_names = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
+        names, silent = [host.name for host in self.hosts if host.name not in local_names], list[str]()
         for begin in range(0, len(names), AT_ONCE):
-            asking = {name: self._ask(name) for name in names[begin : begin + AT_ONCE]}
-            until = time.monotonic() + self.timeout
-            while time.monotonic() < until and any(one and one.poll() is None for one in asking.values()):
+            probes = {name: self._ask(name) for name in names[begin : begin + AT_ONCE]}
+            deadline = time.monotonic() + self.timeout
+            while time.monotonic() < deadline and any(job and job.poll() is None for job in probes.values()):
                 time.sleep(LOOK)
-            for name, one in asking.items():
-                if one and one.poll() is None:
+            for name, job in probes.items():
+                if job and job.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
-                        os.killpg(one.pid, signal.SIGKILL)
-                    one.wait()
-                if one is None or one.returncode != 0:
+                        os.killpg(job.pid, signal.SIGKILL)
+                    job.wait()
+                if job is None or job.returncode != 0:
                     silent.append(name)
         return silent
 
     def _ask(self, name: str) -> subprocess.Popen[bytes] | None:
         """Start the probe of a host in a new process group and return it; None if its program is missing."""
-        words, quiet = [word.replace(HERE, name) for word in self.probe], subprocess.DEVNULL
+        words, null = [word.replace(HERE, name) for word in self.probe], subprocess.DEVNULL
         try:
-            return subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+            return subprocess.Popen(words, stdin=null, stdout=null, stderr=null, start_new_session=True)
         except OSError:
             return None
 
@@ -99,8 +99,8 @@ def slurm_hosts(environ: Mapping[str, str]) -> list[HostEntry]:
         names = read_hosts(answer.stdout.decode().splitlines(), "scontrol show hostnames")
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError) as error:
         raise UsageError(f"scontrol cannot list the nodes of this job ({error}); add --hostfile") from None
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
-    counts = [int(ranks) for ranks, times in found for _ in range(int(times or 1))]
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_TASKS_PER_NODE", ""))
+    counts = [int(ranks) for ranks, times in groups for _ in range(int(times or 1))]
     counts += [counts[-1] if counts else 1] * (len(names) - len(counts))
     return [HostEntry(host.name, max(1, count)) for host, count in zip(names, counts, strict=False)]
 
@@ -141,10 +141,10 @@ class Template:
 
     def out(self) -> Path | None:
         """Return the run folder, or None if the command does not train. Raise UsageError if it is unknown."""
-        given = [after for word, after in pairwise((*self.words, "")) if word == "--out"]
-        given += [word.removeprefix("--out=") for word in self.words if word.startswith("--out=")]
-        if given:
-            return Path(given[-1])
+        folders = [value for word, value in pairwise((*self.words, "")) if word == "--out"]
+        folders += [word.removeprefix("--out=") for word in self.words if word.startswith("--out=")]
+        if folders:
+            return Path(folders[-1])
         if any(word.partition("=")[0] == "--config" for word in self.words):
             raise UsageError("--run: expected the run folder, because the command has --config and no --out")
         return Path(DEFAULT_OUT) if self._is_training() else None

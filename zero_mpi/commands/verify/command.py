@@ -134,18 +134,18 @@ def make_parser() -> Parser:
 
 def read_request(arguments: Sequence[str]) -> Request:
     """Return the request of a command line, with the settings of the run and the current paths."""
-    now, own = given(make_parser(), arguments, OWN)
-    run = Path(own.pop("run"))
+    overrides, flags = given(make_parser(), arguments, OWN)
+    run = Path(flags.pop("run"))
     for name in ("from", "to", "sample", "seed"):
-        within(name, own.get(name, 0), 0, MOST_SEED)
+        within(name, flags.get(name, 0), 0, MOST_SEED)
     place = run / toml.CONFIG_FILE
     if not exists(place):
         raise UsageError(f"{shown(run)}: expected a run folder (--out of training) with {toml.CONFIG_FILE}")
     # This job writes nothing and does not resume, so it has no run folder.
-    now |= {"out": os.devnull, "resume": "never", "dry_run": False}
-    config = Config(**joined(read_toml(place, []), now))
+    overrides |= {"out": os.devnull, "resume": "never", "dry_run": False}
+    config = Config(**joined(read_toml(place, []), overrides))
     check(config)
-    return Request(run, config, *map(own.get, ("from", "to", "sample", "seed", "expect")))
+    return Request(run, config, *map(flags.get, ("from", "to", "sample", "seed", "expect")))
 
 
 def command(world: World, arguments: Sequence[str]) -> int:
@@ -180,17 +180,17 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
         say(world, f"note: {history.at} of {request.config.steps} steps were run")
     say(world, f"files: valid, including the tensors of {plural(len(history.kept), 'checkpoint')}")
     bounds = request.first or 0, history.at if request.last is None else request.last
-    asked = [one for one in history.segments if one.last > bounds[0] and one.start < bounds[1]]
-    kinds = [history.runs[one.run][SETTINGS].get("reduction", "exact") for one in asked]
-    exact = [one for one, kind in zip(asked, kinds, strict=True) if kind == "exact"]
+    selected = [span for span in history.segments if span.last > bounds[0] and span.start < bounds[1]]
+    kinds = [history.runs[span.run][SETTINGS].get("reduction", "exact") for span in selected]
+    exact = [span for span, kind in zip(selected, kinds, strict=True) if kind == "exact"]
     chosen = choose(world, request, bounds, exact)
     for _, group in groupby(chosen, key=lambda segment: segment.run):
         segments = list(group)
         watchdog.beat("reading the data")
         spec = resolve_job(world, request, history, segments)
         compute(world, request.run, spec, segments, watchdog)
-    inexact = [(one.start, one.last) for one in asked if one not in exact]
-    missing = gaps(asked, *bounds)
+    inexact = [(span.start, span.last) for span in selected if span not in exact]
+    missing = gaps(selected, *bounds)
     parts = ["its files are unchanged", *([] if chosen else ["no step was recomputed"])]
     for text, steps in (
         (f"have the same bits, recomputed on {plural(world.size, 'rank')}", steps_of(chosen)),
@@ -199,8 +199,8 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
     ):
         if steps:
             parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {text}")
-    whole = chosen and not missing and not inexact
-    return (0 if whole else INCOMPLETE), f"{'yes' if whole else 'incomplete'}: {'; '.join(parts)}"
+    is_complete = chosen and not missing and not inexact
+    return (0 if is_complete else INCOMPLETE), f"{'yes' if is_complete else 'incomplete'}: {'; '.join(parts)}"
 
 
 def choose(
@@ -211,8 +211,8 @@ def choose(
         if bounds[0] >= bounds[1]:
             raise UsageError(f"--from {bounds[0]} --to {bounds[1]}: there is no step between them")
         if chosen:
-            between_states = f"from step {chosen[0].start} to step {chosen[-1].last}"
-            say(world, f"{between_states}, extended to full segments")
+            extent = f"from step {chosen[0].start} to step {chosen[-1].last}"
+            say(world, f"{extent}, extended to full segments")
     if request.sample is not None:
         seed = request.seed
         if seed is None:
@@ -225,25 +225,25 @@ def choose(
 
 def resolve_job(world: World, request: Request, history: History, segments: Sequence[Segment]) -> RunSpec:
     """Prepare a job of the run with its data and files. Raise Differs if they have changed. Collective."""
-    said, proof = history.runs[segments[0].run], request.run / PROOF
+    job, proof = history.runs[segments[0].run], request.run / PROOF
 
     def config_then() -> Config:
         """Return the settings with the job's recorded values. Raise UsageError for an invalid value."""
-        then = {"bos": NEVER, "template_date": DAY, **said[SETTINGS]}  # not recorded by older runs
-        found: Config = replace(
+        recorded = {"bos": NEVER, "template_date": DAY, **job[SETTINGS]}  # not recorded by older runs
+        job_config: Config = replace(
             request.config,
             **{
-                name: then[name] if then[name] is None else checked_type(proof, name, then[name])
+                name: recorded[name] if recorded[name] is None else checked_type(proof, name, recorded[name])
                 for name in NAMES
-                if name in then
+                if name in recorded
             },
         )
-        check(found)
-        return found
+        check(job_config)
+        return job_config
 
     config = world.run_on_all(config_then)
-    spec = resolve(world, config, cached=False, begun=said[FACTS].get("data.tokenizer"))
-    notes = world.run_on_root(lambda: check_facts(spec, said, request.run, segments))
+    spec = resolve(world, config, cached=False, begun=job[FACTS].get("data.tokenizer"))
+    notes = world.run_on_root(lambda: check_facts(spec, job, request.run, segments))
     say(world, *(f"note: {note}" for note in notes))
     return spec
 
@@ -258,15 +258,15 @@ def say(world: World, *texts: str) -> None:
 
 def check_config(run: Path, config: Config, history: History) -> None:
     """Raise Differs unless config.toml and checkpoints have the settings of the chain."""
-    said = history.runs[-1]  # a setting that is newer than the run has its default
-    refuse(toml.CONFIG_FILE, settings_of(config), {**settings_of(Config()), **said[SETTINGS]})
-    stays = {*Config().fixed(), *said[FACTS]} - {*toml.PATHS}
-    kept = {key: value for key, value in (said[SETTINGS] | said[FACTS]).items() if key in stays}
+    job = history.runs[-1]  # a setting that is newer than the run has its default
+    refuse(toml.CONFIG_FILE, settings_of(config), {**settings_of(Config()), **job[SETTINGS]})
+    keys = {*Config().fixed(), *job[FACTS]} - {*toml.PATHS}
+    recorded = {key: value for key, value in (job[SETTINGS] | job[FACTS]).items() if key in keys}
     for step in history.kept:
         with differing():
             state = open_checkpoint(folders.step_folder(run, step)).state
-            found = read_json(state, "training.settings")
-        refuse(f"the checkpoint of step {step}", {**SINCE, **found}, {**SINCE, **kept})
+            saved = read_json(state, "training.settings")
+        refuse(f"the checkpoint of step {step}", {**SINCE, **saved}, {**SINCE, **recorded})
 
 
 def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segment]) -> list[str]:
@@ -274,25 +274,25 @@ def check_facts(spec: RunSpec, run: Facts, folder: Path, segments: Sequence[Segm
 
     Return notes on other differences, in machine and package, that may change bits.
     """
-    now: Facts = json.loads(json.dumps(identity(spec.config, spec.description, spec.weights)))
-    refuse("here", now[FACTS], run[FACTS])
-    for step in sorted({step for one in segments for step in (one.start, one.last * one.ends) if step}):
+    current: Facts = json.loads(json.dumps(identity(spec.config, spec.description, spec.weights)))
+    refuse("here", current[FACTS], run[FACTS])
+    for step in sorted({step for span in segments for step in (span.start, span.last * span.ends) if step}):
         state = open_checkpoint(folders.step_folder(folder, step)).state
-        said = {**SINCE, **read_json(state, "training.settings")}
-        refuse("here", dict(spec.description.settings), said, f"the checkpoint of step {step}")
-    notes = list(changes(run[MACHINE], now[MACHINE], "the run"))
-    if run.get(CODE, now[CODE]) != now[CODE]:
-        found = f"{quoted(run[CODE])}, now {quoted(now[CODE])}"
-        notes.append(f"the package differs from that of the run ({found}): bits may differ")
+        saved = {**SINCE, **read_json(state, "training.settings")}
+        refuse("here", dict(spec.description.settings), saved, f"the checkpoint of step {step}")
+    notes = list(changes(run[MACHINE], current[MACHINE], "the run"))
+    if run.get(CODE, current[CODE]) != current[CODE]:
+        versions = f"{quoted(run[CODE])}, now {quoted(current[CODE])}"
+        notes.append(f"the package differs from that of the run ({versions}): bits may differ")
     return notes
 
 
-def refuse(where: str, found: Facts, said: Facts, whose: str = f"the chain in {PROOF}") -> None:
-    """Raise Differs for the first value that is not the recorded value, naming the record (`whose`)."""
-    for key, before, now in differences(said, found):
+def refuse(source: str, facts: Facts, recorded: Facts, record: str = f"the chain in {PROOF}") -> None:
+    """Raise Differs for the first value that is not the recorded value, naming `record`."""
+    for key, before, now in differences(recorded, facts):
         label = {"corpus": CORPUS}.get(key, spelled(key) if key in FIELDS else shown(key))
-        place = where if where == "here" else f"in {where}"
-        raise Differs(f"{label} is {quoted(now)} {place}, and {quoted(before)} in {whose}")
+        place = source if source == "here" else f"in {source}"
+        raise Differs(f"{label} is {quoted(now)} {place}, and {quoted(before)} in {record}")
 
 
 class Recomputation(Steps, Observer):
@@ -320,11 +320,11 @@ class Recomputation(Steps, Observer):
     def ends(self, step: StepMade) -> None:
         if self._records is None or self.found:
             return
-        said = next(self._records, {})
-        if said.get("step") != step.number:
+        record = next(self._records, {})
+        if record.get("step") != step.number:
             self.found = f"step {step.number} has no record at its position in {METRICS}"
-        elif found := other(bits_of(finite_or_none(step.record)), bits_of(said)):
-            name, now, before = found
+        elif difference := other(bits_of(finite_or_none(step.record)), bits_of(record)):
+            name, now, before = difference
             self.found = f"step {step.number}: {name} is {before} in the records, but {now} when recomputed"
 
     def step(self) -> bool:
@@ -378,8 +378,8 @@ def compute(
 def compare_state(world: World, folder: Path, session: Session, step: int) -> None:
     """Raise Differs unless all tensors are equal to those in a step's checkpoint. Collective."""
     parts, place = parts_of(session.optimizer, session.description), folders.step_folder(folder, step)
-    found = world.results(lambda: min(others(place, parts, session.comm.rank), default=None))
-    first = min(filter(None, found), default=None)
+    mismatches = world.results(lambda: min(others(place, parts, session.comm.rank), default=None))
+    first = min(filter(None, mismatches), default=None)
     if first is not None:
         raise Differs(f"step {step}: {first[-1]}")
 
@@ -391,20 +391,20 @@ def others(folder: Path, parts: Parts, rank: int) -> Iterator[tuple[int, int, in
     """
     files = open_checkpoint(folder)
     sources: dict[str, WeightSource] = {**files.weights, STATE: files.state}
-    for number, (role, owned) in enumerate(parts.items()):
+    for number, (role, shards) in enumerate(parts.items()):
         file = sources[role]
         read = partial(read_state, files.state) if role == STATE else file.read
         order = {name: place for place, name in enumerate(file.tensors)}
-        chunks = ((one, at) for one in owned for at in range(0, one.values.size, CHUNK_ELEMENTS))
+        chunks = ((shard, at) for shard in shards for at in range(0, shard.values.size, CHUNK_ELEMENTS))
         runs = (
-            one.runs(one.partition.bounds[rank] + at, one.on_host(slice(at, at + CHUNK_ELEMENTS)))
-            for one, at in chunks
+            shard.runs(shard.partition.bounds[rank] + at, shard.on_host(slice(at, at + CHUNK_ELEMENTS)))
+            for shard, at in chunks
         )
         for name, first, values in chain.from_iterable(runs):
-            stored = read(name, first, first + values.size)
-            odd = np.flatnonzero(values.view(f"u{values.itemsize}") != stored.view(f"u{values.itemsize}"))[:1]
+            saved = read(name, first, first + values.size)
+            odd = np.flatnonzero(values.view(f"u{values.itemsize}") != saved.view(f"u{values.itemsize}"))[:1]
             for place in odd.tolist():
-                text = f"element {first + place} of {shown(name)} is {stored[place]:.9g} in {folder.name}/"
+                text = f"element {first + place} of {shown(name)} is {saved[place]:.9g} in {folder.name}/"
                 text += f"{file.path.name}, but {values[place]:.9g} when recomputed"
                 yield number, order[name], first + place, text
 

@@ -111,14 +111,14 @@ class History:
         in_order = (self.saved or [-1])[-1] < step and self._since <= step <= self.at
         if not self.runs or not in_order:
             raise Differs(f"a checkpoint of step {step} follows step {self.at}")
-        found = self.id_of(step)
-        if found is not None and found != name:
+        saved_id = self.id_of(step)
+        if saved_id is not None and saved_id != name:
             raise Differs(
-                f"the checkpoint of step {step} has the id {quoted(found)}, expected {quoted(name)}"
+                f"the checkpoint of step {step} has the id {quoted(saved_id)}, expected {quoted(name)}"
             )
         self.saved.append(step)
         self._tip = step, name
-        if found is not None:
+        if saved_id is not None:
             self.close(step, ends=True)
             self._since, self._is_there = step, True
 
@@ -129,21 +129,21 @@ class History:
 
 def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
     """Return (start, last) of each sequence of steps between `first` and `last` that is in no segment."""
-    found, reached = [], first
+    ranges, reached = [], first
     for segment in [*segments, Segment(last, last, False, 0)]:
         if segment.start > reached:
-            found.append((reached, segment.start))
+            ranges.append((reached, segment.start))
         reached = segment.last
-    return found
+    return ranges
 
 
 def steps_of(segments: Sequence[Segment]) -> list[Steps]:
     """Return (start, last) of each segment, in order. Adjacent segments are merged."""
-    found: list[Steps] = []
-    for one in segments:
-        start = found.pop()[0] if found and found[-1][1] == one.start else one.start
-        found.append((start, one.last))
-    return found
+    ranges: list[Steps] = []
+    for segment in segments:
+        start = ranges.pop()[0] if ranges and ranges[-1][1] == segment.start else segment.start
+        ranges.append((start, segment.last))
+    return ranges
 
 
 class Records:
@@ -159,8 +159,8 @@ class Records:
 
     def take(self) -> Record:
         """Return the next record, and read the record after it into `ahead`."""
-        taken, self.ahead = self.ahead, next(self._rest, {})
-        return taken
+        record, self.ahead = self.ahead, next(self._rest, {})
+        return record
 
 
 def records_of(run: Path) -> Iterator[Record]:
@@ -183,11 +183,11 @@ def read_history(run: Path, expect: str | None) -> History:
     latest = folders.STEP_FOLDER.fullmatch(name)
     if latest and int(latest[1]) not in history.saved and (ended or int(latest[1]) > history.at):
         raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")
-    if untold := [path.name for step, path in history.folders.items() if step not in history.saved]:
-        more = " and more" * (len(untold) > 8)
-        history.notes.append(f"checkpoints that are not in the chain: {', '.join(untold[:8])}{more}")
-    if gone := len(history.saved) - len(history.kept):
-        history.notes.append(f"{gone} of {len(history.saved)} checkpoints no longer exist")
+    if strays := [path.name for step, path in history.folders.items() if step not in history.saved]:
+        suffix = " and more" * (len(strays) > 8)
+        history.notes.append(f"checkpoints that are not in the chain: {', '.join(strays[:8])}{suffix}")
+    if missing := len(history.saved) - len(history.kept):
+        history.notes.append(f"{missing} of {len(history.saved)} checkpoints no longer exist")
     return history
 
 
@@ -211,11 +211,11 @@ def follow(run: Path, records: Records, history: History, ended: bool) -> None:
     if not history.head:
         raise Differs(f"{proof.PROOF} has no line")
     if records.step:
-        after = f"{METRICS} has a record of step {records.step} after the last step in {proof.PROOF}"
-        after += f", step {history.at}"
+        problem = f"{METRICS} has a record of step {records.step} after the last step in {proof.PROOF}"
+        problem += f", step {history.at}"
         if ended or records.step != history.at + 1:
-            raise Differs(after)
-        history.notes.append(f"{after}, as after a kill: only recomputation checks this record")
+            raise Differs(problem)
+        history.notes.append(f"{problem}, as after a kill: only recomputation checks this record")
         history.record(records.step)
 
 
@@ -236,19 +236,19 @@ def note_line(line: proof.Line, records: Records, history: History) -> None:
     elif line.kind == proof.RECORD:
         history.record(line.step)
         if records.step != line.step:
-            found = f"one of step {records.step}" if records.step else "the end"
-            raise Differs(f"expected a record of step {line.step} in {METRICS}, found {found}")
+            actual = f"one of step {records.step}" if records.step else "the end"
+            raise Differs(f"expected a record of step {line.step} in {METRICS}, found {actual}")
         if difference := other(proof.bits_of(records.take()), line.value):
-            name, found, said = difference
-            raise Differs(f"step {line.step}: {METRICS} has {name} {found}, the chain {said}")
+            name, actual, recorded = difference
+            raise Differs(f"step {line.step}: {METRICS} has {name} {actual}, the chain {recorded}")
 
 
-def other(found: Record, expected: Record) -> tuple[str, str, str] | None:
+def other(record: Record, reference: Record) -> tuple[str, str, str] | None:
     """Return the first difference between two records: a name, and its two values as text."""
-    for name in dict.fromkeys((*expected, *found)):
-        if found.get(name) != expected.get(name) or (name in found) != (name in expected):
-            ours, theirs = (quoted(one[name]) if name in one else "none" for one in (found, expected))
-            return name, ours, theirs
+    for name in dict.fromkeys((*reference, *record)):
+        if record.get(name) != reference.get(name) or (name in record) != (name in reference):
+            first, second = (quoted(side[name]) if name in side else "none" for side in (record, reference))
+            return name, first, second
     return None
 
 
