@@ -70,8 +70,8 @@ class RopeScaling:
     @classmethod
     def from_gguf(cls, keys: ModelKeys) -> Self | None:
         """Return the scaling in a file's keys, or None; raise UsageError for unsupported values."""
-        for name, only in FIXED.items():
-            keys.require(name, only)
+        for name, supported in FIXED.items():
+            keys.require(name, supported)
         kind = keys.text(TYPE) or LINEAR  # llama.cpp's default
         factor = keys.number(FACTOR, 0) or keys.number(OLD_FACTOR, 0) or 1.0
         if kind == NONE or (kind == LINEAR and factor == 1):
@@ -347,8 +347,8 @@ class RotaryModel(ModelConfig):
         if self.rope_scaling is None:
             return self.rope_factors
         scaled = self.rope_scaling.divisors(self.turned_width, self.rope_freq_base)
-        own = self.rope_factors or (1.0,) * len(scaled)
-        return tuple(a * b for a, b in zip(own, scaled, strict=True))
+        base = self.rope_factors or (1.0,) * len(scaled)
+        return tuple(a * b for a, b in zip(base, scaled, strict=True))
 
     @property
     def magnitude(self) -> float:

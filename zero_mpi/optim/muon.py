@@ -125,4 +125,4 @@ def norm(x: Array) -> Scalar:
     sums = [ops.chunk_squares(flat[:full], QUANTUM)] if full else []
     if flat.size > full:
         sums.append(ops.chunk_squares(flat[full:], flat.size - full))
-    return namespace(x).sqrt(sum(each.sum() for each in sums))
+    return namespace(x).sqrt(sum(part.sum() for part in sums))
