@@ -68,10 +68,7 @@ class Decoder:
 
 
 class Batch:
-    """Several sequences that begin with `prompts`; each `read` adds a token to each, at most `tokens` times.
-
-    Raises Unrecorded if the model cannot be recorded.
-    """
+    """Sequences that begin with `prompts`; `read` adds at most `tokens` tokens. May raise Unrecorded."""
 
     def __init__(self, stages: Sequence[Stage], p: Weights, prompts: Sequence[Array], tokens: int) -> None:
         readers = [Decoder(stages, p) for _ in prompts]

@@ -184,9 +184,8 @@ class PartLosses(HeadLoss):
 class Segment:
     """Consecutive positions of a row, whose targets' log-probabilities are summed.
 
-    A segment begins with the first counted target and ends with the last. The length is padded to a power of
-    two or a multiple of an eighth of the row, so that few shapes and buffer sizes occur; the added positions
-    are ignored.
+    A segment spans the first to the last counted target. Its length is padded to a power of two or a multiple
+    of an eighth of the row, so that few shapes and buffer sizes occur; the added positions are ignored.
     """
 
     def __init__(self, row: int, span: slice, targets: Array) -> None:
