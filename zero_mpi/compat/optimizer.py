@@ -115,11 +115,11 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             raise ValueError(f"step_on_params: parameters have shapes {shapes}, but gradients have others")
         if not all(p.flags.c_contiguous for p in params.values()):
             raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
-        listed = [key for key in self._plain if isinstance(key, int)]
-        longer = listed and 0 in params and len(listed) != len(params)
+        indices = [key for key in self._plain if isinstance(key, int)]
+        mismatch = indices and 0 in params and len(indices) != len(params)
         for key, (states, _) in self._plain.items():
             sizes = {state.size for state in states.values()}
-            if longer or (key in params and not sizes <= {params[key].size}):
+            if mismatch or (key in params and not sizes <= {params[key].size}):
                 raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:

@@ -59,14 +59,14 @@ class ModelConfig:
         if dim % heads:
             uneven = f"--heads {heads} does not divide --dim {dim}"
             raise UsageError(f"{uneven}: every head gets dim / heads columns")
-        common = {
+        fields = {
             "vocab_size": sizes["vocab_size"],
             "context_length": sizes["context"],
             "embedding_length": dim,
             "block_count": sizes["layers"],
             "head_count": heads,
         }
-        return cls(**common | cls.flag_fields(sizes) | cls.experts_from_flags(sizes))
+        return cls(**fields | cls.flag_fields(sizes) | cls.experts_from_flags(sizes))
 
     @classmethod
     def flag_fields(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,8 +99,8 @@ class RopeScaling:
         if self.kind == LINEAR:
             return (self.factor,) * len(pairs)
         low, high = self._ramp(width, base)
-        quick = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)
-        return tuple((1 / (quick + (1 - quick) / self.factor)).tolist())
+        weight = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)
+        return tuple((1 / (weight + (1 - weight) / self.factor)).tolist())
 
     def _ramp(self, width: int, base: float) -> tuple[float, float]:
         """Return the ends of the ramp: last pair of high frequency, first pair of low frequency."""

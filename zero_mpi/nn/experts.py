@@ -74,16 +74,16 @@ class RouterLosses:
         """Add the gradients of both losses to dlogits (T, N) in place, after all layers have reported."""
         if not batch.factors:
             return
-        by_balance, by_z = (batch.factors.get(name, 0.0) for name in (BALANCE, Z))
+        balance_factor, z_factor = (batch.factors.get(name, 0.0) for name in (BALANCE, Z))
         counts, rows = batch.sums["routed_counts"], max(1, batch.sums["routed_rows"])
-        slope = (counts * (by_balance * self.experts / rows**2)).astype(p.dtype)  # dloss / dp, (N,)
+        slope = (counts * (balance_factor * self.experts / rows**2)).astype(p.dtype)  # dloss / dp, (N,)
         mask = None if batch.documents is None else batch.documents.counted
         tokens = len(p) if mask is None else max(1, int(mask.sum()))
         for start in range(0, len(p), ROWS):
             part = slice(start, start + ROWS)
             mean = column_sums((p[part] * slope).T)
-            if by_z:
-                mean = mean - (2 * by_z / tokens) * log_sums(logits[part], p[part])
+            if z_factor:
+                mean = mean - (2 * z_factor / tokens) * log_sums(logits[part], p[part])
             gradient = p[part] * (slope - mean[:, None])
             if mask is not None:
                 gradient[~mask[part]] = 0

@@ -74,9 +74,9 @@ class Preference:
 
 
 def dpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    d, smooth = self.beta * (C - R), self.label_smoothing
-    slope = -self.beta * (sigmoid(-d) - smooth)
-    return -(1 - smooth) * log_sigmoid(d) - smooth * log_sigmoid(-d), slope, -slope
+    d, smoothing = self.beta * (C - R), self.label_smoothing
+    slope = -self.beta * (sigmoid(-d) - smoothing)
+    return -(1 - smoothing) * log_sigmoid(d) - smoothing * log_sigmoid(-d), slope, -slope
 
 
 def ipo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:

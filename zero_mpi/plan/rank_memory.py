@@ -124,7 +124,7 @@ def plan_memory(case: Case) -> Memory:
 def bytes_of(case: Case, unit: Unit, count: int) -> dict[str, int]:
     """Return the bytes of a unit that are kept between rounds. Only a slice of a shared array counts."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
-    wide = case.sum_bytes
+    width = case.sum_bytes
     updated, averages = case.updated(unit, count), case.ema is not None
     states = state_count(unit, case.qat) * (count if unit.whole else updated)
     # With full gradients, a rank has a separate buffer for its summed shard, except for an allreduce.
@@ -136,8 +136,8 @@ def bytes_of(case: Case, unit: Unit, count: int) -> dict[str, int]:
     return {
         "parameters": unit.kept_bytes(kind) * (count if keeps_slices(case) else unit.partition(1).length),
         "masters": BYTES * updated * (case.precision.is_low and unit.kept_bytes(kind) < BYTES),
-        "gradients": wide * summed * trained,
-        "moments": wide * (states + averages * updated) * trained,
+        "gradients": width * summed * trained,
+        "moments": width * (states + averages * updated) * trained,
         "tables": NUMBER * numbers * trained,
         "snapshot": saved_bytes(case, unit, count) * case.async_save,
     }
@@ -145,9 +145,9 @@ def bytes_of(case: Case, unit: Unit, count: int) -> dict[str, int]:
 
 def saved_bytes(case: Case, unit: Unit, count: int) -> int:
     """Return the bytes that `count` elements take in a checkpoint: parameters, moments, averages."""
-    trained, averages, wide = unit.trainable, case.ema is not None, case.sum_bytes
+    trained, averages, width = unit.trainable, case.ema is not None, case.sum_bytes
     files = BYTES * (1 + averages) * (trained or case.model.lora is None)
-    return count * (files + wide * (state_count(unit, case.qat) * trained + (wide > BYTES)))
+    return count * (files + width * (state_count(unit, case.qat) * trained + (width > BYTES)))
 
 
 def checkpoint_bytes(case: Case) -> int:

@@ -47,11 +47,11 @@ def report(plans: Sequence[Plan], machine: Machine, rates: Sequence[str]) -> Ite
     yield from ("", *memory_lines(plans), "", *traffic_lines(plans))
     yield from ("", head("time per step", plans), *rows(plans, TIME))
     if machine.memory is not None:
-        fitting = [counted(plan.largest) for plan in plans if plan.largest is not None]
+        counts = [counted(plan.largest) for plan in plans if plan.largest is not None]
         yield from (
             "",
             head(f"largest that fits into {size(machine.memory)}", plans),
-            row("micro-batch", fitting),
+            row("micro-batch", counts),
         )
 
 

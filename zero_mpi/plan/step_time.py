@@ -162,8 +162,8 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
     if case.hybrid:
         return ring_seconds(case.per_node, machine.node, shard, length)
     if case.shares_gathers and case.strategy.shards_parameters:  # ranks of a node share its link
-        of_node = itemsize * partition.bounds[case.per_node]
-        return ring_seconds(case.nodes, machine.between, of_node, length, rings=of_node // shard)
+        node_bytes = itemsize * partition.bounds[case.per_node]
+        return ring_seconds(case.nodes, machine.between, node_bytes, length, rings=node_bytes // shard)
     return ring_seconds(case.ranks, slowest(case, machine), shard, length)
 
 
@@ -219,8 +219,8 @@ def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
     link, depth = slowest(case, machine), (case.ranks - 1).bit_length()
     if nbytes < SHORT:
         return depth * (link.alpha + nbytes * link.beta)
-    sharing, parts = (case.per_node, case.nodes) if case.nodes > 1 else (1, case.ranks)
-    return 2 * (depth * link.alpha + sharing * nbytes * (1 - 1 / parts) * link.beta)
+    mates, parts = (case.per_node, case.nodes) if case.nodes > 1 else (1, case.ranks)
+    return 2 * (depth * link.alpha + mates * nbytes * (1 - 1 / parts) * link.beta)
 
 
 def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:

@@ -143,15 +143,15 @@ class Traffic:
 
 def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     """Return the traffic of a step; `flags`: number of values that are sent with the losses."""
-    gathering, reducing = routes_of(case)
-    width = case.sum_bytes if reducing.passes_sums else case.reduce_bytes
+    gather_route, reduce_route = routes_of(case)
+    width = case.sum_bytes if reduce_route.passes_sums else case.reduce_bytes
     widths = np.array([[case.reduce_bytes], [width]])
     rounds = case.rounds
     kinds = Counter((rounds.contributors(number), number == 0) for number in range(len(rounds)))
     parameters, gradients = np.zeros((2, case.ranks), np.int64), np.zeros((2, case.ranks), np.int64)
     gathers = gathers_of(case)
     for number, (unit, partition) in enumerate(zip(case.layout.units, case.partitions, strict=True)):
-        gathered = np.stack(gathering.gathered(partition))
+        gathered = np.stack(gather_route.gathered(partition))
         parameters += case.kept_bytes(number) * gathers[number] * gathered
         if unit.trainable and case.allreduces:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
@@ -160,7 +160,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
                 # Each rank updates the full unit, so the float32 sums and Muon's directions are gathered.
                 gradients += case.sum_bytes * gathered * (1 + unit.whole)
             for kind, count in kinds.items():
-                gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
+                gradients += widths * count * np.stack(reduce_route.reduced(partition, *kind))
     sums = case.summed * (1 + len(case.measured))
     losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # summed over all ranks
     vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares are summed over the owners

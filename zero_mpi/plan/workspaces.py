@@ -46,8 +46,8 @@ class Compiled(FakeMemory):
         buffers = [self.take((scores + extra,))]
         buffers += [self.take((scores,), q.dtype) for _ in range(recompute + bool(tile))]
         gradients = sizes.gradients_like(q, k, v, self.take)
-        early = 0 if tile else sizes.early_keys(q.shape[1], k.shape[1])
-        buffers += [self.take((len(x), early, *x.shape[2:])) for x in (k, v)]
+        early_keys = 0 if tile else sizes.early_keys(q.shape[1], k.shape[1])
+        buffers += [self.take((len(x), early_keys, *x.shape[2:])) for x in (k, v)]
         if tile and (q.shape[1] > sizes.LOW_BLOCK or q.shape[2] > k.shape[2]):
             sequences, heads = sizes.tile_heads(q.shape[0], k.shape[2], q.shape[1], k.shape[1])
             for x in (k, v):

@@ -136,11 +136,11 @@ def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
     split = {name for _, _, parts in in_parts for _, units in parts for unit in units for name in unit.params}
     stored = {name: kind for name, kind in config.stored.items() if name not in split}
     kinds = {name: config.kind_of(name, p) for name, p in params.items() if name not in config.stored}
-    loose = {name: params[name] for name in kinds if name not in split}
+    rest = {name: params[name] for name in kinds if name not in split}
     if strategy.buckets:
-        units = units_by_bytes(loose, kinds.__getitem__, int(config.bucket_mb * 2**20))
+        units = units_by_bytes(rest, kinds.__getitem__, int(config.bucket_mb * 2**20))
     else:
-        units = (units_by_row if config.by_rows else units_by_scope)(stages, loose, kinds.__getitem__)
+        units = (units_by_row if config.by_rows else units_by_scope)(stages, rest, kinds.__getitem__)
     units = [*units, *block_units(stages, params, stored)]
     home = {name: number for number, unit in enumerate(units) for name in unit.params}
     uses = [tuple(dict.fromkeys(home[p] for p in stage.layer.params() if p in home)) for stage in stages]

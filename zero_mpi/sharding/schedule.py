@@ -67,8 +67,8 @@ class Schedule:
     @cached_property
     def first_gathers(self) -> Indices:
         """Units whose gathers start before the first stage computes."""
-        leading = takewhile(lambda action: isinstance(action, Gather), self.forward)
-        return tuple(action.unit for action in leading if isinstance(action, Gather))
+        prefix = takewhile(lambda action: isinstance(action, Gather), self.forward)
+        return tuple(action.unit for action in prefix if isinstance(action, Gather))
 
     @cached_property
     def without_reductions(self) -> Schedule:
