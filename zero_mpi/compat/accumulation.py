@@ -110,9 +110,9 @@ class GradAccum(Accumulator):
         instance("add_gradients: loss", loss, Real, "a number")
         if gradients is not None:
             instance("add_gradients", gradients, Mapping, "a mapping of names to arrays")
-            wanted = [name for name in self.module.params if self.module.is_trainable(name)]
-            same_names("add_gradients: the gradients do not fit the model", gradients, wanted)
-            for name in wanted:
+            names = [name for name in self.module.params if self.module.is_trainable(name)]
+            same_names("add_gradients: the gradients do not fit the model", gradients, names)
+            for name in names:
                 shape = self.module.params[name].shape
                 array(f"add_gradients: {name}", gradients[name], shape, kinds=FLOATING)
 
@@ -135,15 +135,15 @@ class GradAccum(Accumulator):
         """Return the step's loss: the micro-batches' losses, summed in their order. Collective."""
         return self.totals()[0]
 
-    def _check_turn(self, given: Any, wanted: str) -> None:
-        """Raise ValueError if no round can begin, or only one of `given` and the micro-batch is None."""
+    def _check_turn(self, argument: Any, label: str) -> None:
+        """Raise ValueError if no round can begin, or only one of `argument` and the micro-batch is None."""
         self._check_ready()
         micro_batch = self.next_micro_batch
-        if (given is None) != (micro_batch is None):
+        if (argument is None) != (micro_batch is None):
             raise ValueError(
                 f"round {self._next_round} of {len(self.rounds)}: rank {self.rounds.rank} "
                 f"{'has no' if micro_batch is None else 'needs a'} micro-batch; pass "
-                f"{'None' if micro_batch is None else wanted}"
+                f"{'None' if micro_batch is None else label}"
             )
 
     def _check_ready(self) -> None:

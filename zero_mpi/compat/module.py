@@ -222,21 +222,21 @@ class ShardedModule(engine.ShardedModule):
         instance("load_state_dict", state, Mapping, "a mapping of names to arrays")
         if strict:
             same_names("load_state_dict: the state does not fit the model", state, self.params)
-        found = [name for name in self.params if name in state]
-        for name in found:
+        names = [name for name in self.params if name in state]
+        for name in names:
             array(f"load_state_dict: {name}", state[name], self.params[name].shape)
-        self.load_slices(lambda name, start, stop: state[name].reshape(-1)[start:stop], found)
+        self.load_slices(lambda name, start, stop: state[name].reshape(-1)[start:stop], names)
         missing = [name for name in self.params if name not in state]
         return Unmatched(missing, [name for name in state if name not in self.params])
 
     def update_shards(self, flat: Array) -> None:
         """Set this rank's shards, in the order of `parameters`, from one flat array. Collective."""
         shards = self.parameters()
-        wanted = sum(int(shard.size) for shard in shards)
+        size = sum(int(shard.size) for shard in shards)
         array("update_shards", flat)
-        if flat.ndim != 1 or flat.size != wanted:
-            whose = f"a flat array of {wanted} elements, the shards of rank {self.comm.rank}"
-            raise ValueError(f"update_shards: expected {whose}, got shape {tuple(flat.shape)}")
+        if flat.ndim != 1 or flat.size != size:
+            expected = f"a flat array of {size} elements, the shards of rank {self.comm.rank}"
+            raise ValueError(f"update_shards: expected {expected}, got shape {tuple(flat.shape)}")
         self.drop_gathered()
         start = 0
         for shard in shards:
@@ -272,7 +272,7 @@ class ShardedModule(engine.ShardedModule):
             for unit in self._homes[name]:
                 part, param = unit.unit, unit.unit.params[name]
                 row, label = prod(param.shape[1:]) if by_rows else 1, part.label(name)
-                starts = [each.offset for each in part.segments(unit.part) if each.name == name]
+                starts = [segment.offset for segment in part.segments(unit.part) if segment.name == name]
                 start = starts[0] - part.firsts.get(name, 0) if starts else 0
                 infos[label] = ShardInfo(param.shape, start // row, sizes.get(label, 0) // row, by_rows)
         return infos
@@ -318,8 +318,8 @@ class DDP(ShardedModule):
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Send the parameters of `root` to all ranks; raise ValueError if `root` is invalid. Collective."""
-        what, size = "broadcast_parameters", self.comm.size
-        root = agreed(self.comm, what, lambda: (whole_number(f"{what}: root", root, 0, size), {"root": root}))
+        name, size = "broadcast_parameters", self.comm.size
+        root = agreed(self.comm, name, lambda: (whole_number(f"{name}: root", root, 0, size), {"root": root}))
         for unit in self.units:
             self.comm.broadcast(unit.parameters.master, root, f"parameters {unit.name}").wait()
             unit.parameters.round()
@@ -369,12 +369,12 @@ class ExternalGradients(MicroBatch):
         self._add(turn.adds)
 
     def _add(self, numbers: Indices) -> None:
-        for unit in (self.module.units[each] for each in {*numbers} - self._added if self._external):
+        for unit in (self.module.units[index] for index in {*numbers} - self._added if self._external):
             for name, total in unit.gradients().items():
                 first = unit.unit.firsts.get(name, 0)
-                given = self._external[name].reshape(-1)[first : first + total.size]
-                given = device.in_use().from_host(given).reshape(total.shape)
-                total += (given * self.module.loss_scale.factor).astype(total.dtype)
+                gradient = self._external[name].reshape(-1)[first : first + total.size]
+                gradient = device.in_use().from_host(gradient).reshape(total.shape)
+                total += (gradient * self.module.loss_scale.factor).astype(total.dtype)
         self._added.update(numbers)
 
 
@@ -383,14 +383,14 @@ def list_of_stages(stages: Any) -> list[Stage]:
     expected = "a list of Stage(scope, layer), such as model.stages()"
     if isinstance(stages, str | Mapping | Stage | Layer) or not hasattr(stages, "__iter__"):
         raise ValueError(f"ShardedModule: stages: expected {expected}, got {came(stages)}")
-    found = list(stages)
-    if not found:
+    entries = list(stages)
+    if not entries:
         raise ValueError(f"ShardedModule: stages: expected {expected}, got none")
-    for i, stage in enumerate(found):
+    for i, stage in enumerate(entries):
         instance(f"ShardedModule: stages[{i}]", stage, Stage, "a Stage(scope, layer)")
         instance(f"ShardedModule: stages[{i}].scope", stage.scope, str, "a name")
         instance(f"ShardedModule: stages[{i}].layer", stage.layer, Layer, "a Layer")
-    return found
+    return entries
 
 
 def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tuple[str, ...]:
@@ -399,9 +399,9 @@ def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tupl
         raise ValueError(f"ShardedModule: {what}: expected a list of name patterns, got {came(given)}")
     for pattern in given:
         instance(f"ShardedModule: {what}", pattern, str, "name patterns")
-    found = tuple(given) if isinstance(given, Sequence) else tuple(sorted(given))
-    check_patterns(what, found, params)
-    return found
+    patterns = tuple(given) if isinstance(given, Sequence) else tuple(sorted(given))
+    check_patterns(what, patterns, params)
+    return patterns
 
 
 def check_stored(config: LayoutConfig, params: Mapping[str, Param]) -> None:

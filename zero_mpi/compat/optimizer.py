@@ -43,7 +43,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
 
     def check(self, module: Any, rules: Any, settings: Mapping[str, Any]) -> None:
         """Raise ValueError for invalid arguments, and UsageError for arguments that exclude each other."""
-        what, offload, ema = type(self).__name__, settings["offload"], settings["ema"]
+        label, offload, ema = type(self).__name__, settings["offload"], settings["ema"]
         instance("rules", rules, Mapping, "a Rule such as AdamW(), or a mapping of name patterns to rules")
         for pattern, rule in rules.items():
             instance("rules", pattern, str, "name patterns")
@@ -53,21 +53,21 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             if offload != NONE:
                 raise UsageError(f"--ema {ema}: excludes --offload {offload}: leave one of them out")
         for name in ("lr", "weight_decay"):
-            number(f"{what}: {name}", settings[name], least=0)
+            number(f"{label}: {name}", settings[name], least=0)
         trained = [name for name in module.params if module.is_trainable(name)]
         for name in ("lr_scale", "decay_scale"):
-            check_scales(f"{what}: {name}", settings[name], trained)
+            check_scales(f"{label}: {name}", settings[name], trained)
         if offload != NONE and any(isinstance(rule, MatrixRule) for rule in rules.values()):
             raise ValueError("offload: Muon cannot offload its states; leave offload out")
 
     def check_units(self) -> None:
         """Raise ValueError unless matrix rules apply only to full matrices, in units without other rules."""
         for unit in self.units:
-            takes = {name: isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}
-            if unit.unit.whole and len({*takes.values()}) > 1:
+            is_matrix = {name: isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}
+            if unit.unit.whole and len({*is_matrix.values()}) > 1:
                 raise ValueError(f"rules: all parameters of the unit {unit.name} need the same kind of rule")
             for name, param in unit.unit.params.items():
-                if takes[name] and (not unit.unit.whole or len(param.shape) < 2):
+                if is_matrix[name] and (not unit.unit.whole or len(param.shape) < 2):
                     raise ValueError(
                         f"rules: {self.rule_of(name).type} needs full matrices; {name} is not one: create "
                         "the module with whole=[patterns of the matrices], and use another rule for the rest"
@@ -95,16 +95,16 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         or the earlier calls.
         """
         lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
-        arrays, given = keyed("params", params), keyed("grads", grads)
-        self._check_plain(arrays, given)
+        arrays, gradients = keyed("params", params), keyed("grads", grads)
+        self._check_plain(arrays, gradients)
         for key, p in arrays.items():
             rule, zeros = self.rule_of(str(key)), device.in_use().zeros
             states, steps = self._plain.get(key) or ({name: zeros(p.size) for name in rule.states}, 0)
             self._plain[key] = states, steps + 1
-            known = self.module.params.get(str(key))
-            decays = p.ndim >= 2 if known is None else known.decays
+            param = self.module.params.get(str(key))
+            decays = p.ndim >= 2 if param is None else param.decays
             decay, rate = np.array([self.weight_decay * decays]), lr * self.rate_factor(str(key))
-            rule.update(Part(p.reshape(-1), given[key].reshape(-1), states, decay), rate, 1.0, steps + 1)
+            rule.update(Part(p.reshape(-1), gradients[key].reshape(-1), states, decay), rate, 1.0, steps + 1)
 
     def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
         """Raise ValueError unless all arrays can be updated."""
@@ -115,11 +115,11 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             raise ValueError(f"step_on_params: parameters have shapes {shapes}, but gradients have others")
         if not all(p.flags.c_contiguous for p in params.values()):
             raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
-        listed = [key for key in self._plain if isinstance(key, int)]
-        longer = listed and 0 in params and len(listed) != len(params)
+        indices = [key for key in self._plain if isinstance(key, int)]
+        mismatch = indices and 0 in params and len(indices) != len(params)
         for key, (states, _) in self._plain.items():
             sizes = {state.size for state in states.values()}
-            if longer or (key in params and not sizes <= {params[key].size}):
+            if mismatch or (key in params and not sizes <= {params[key].size}):
                 raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:
@@ -176,7 +176,7 @@ def keyed(what: str, arrays: Any) -> dict[Key, Array]:
             f"step_on_params: {what}: expected a list of arrays, or a mapping of names to them, got "
             f"{came(arrays)}"
         )
-    found: dict[Key, Array] = dict(arrays) if isinstance(arrays, Mapping) else dict(enumerate(arrays))
-    for key, value in found.items():
+    by_key: dict[Key, Array] = dict(arrays) if isinstance(arrays, Mapping) else dict(enumerate(arrays))
+    for key, value in by_key.items():
         array(f"step_on_params: {what}[{key!r}]", value, kinds=FLOATING)
-    return found
+    return by_key

@@ -40,8 +40,8 @@ def config_from_gguf(
     """
     arch = GGUFKeys(metadata, source).architecture
     if arch not in ARCHITECTURES:
-        found = f"architecture {show(arch or '')}"
-        raise UsageError(f"{source}: {found} is not known; expected one of {', '.join(ARCHITECTURES)}")
+        label = f"architecture {show(arch or '')}"
+        raise UsageError(f"{source}: {label} is not known; expected one of {', '.join(ARCHITECTURES)}")
     try:
         return ARCHITECTURES[arch].from_gguf(metadata, tensors, read)
     except UsageError as error:

@@ -97,5 +97,5 @@ class OLMoE(RotaryModel):
 
     def __post_init__(self) -> None:
         if self.head_count_kv != self.head_count:
-            found = f"--kv-heads {self.head_count_kv} (the GGUF key olmoe.attention.head_count_kv)"
-            raise UsageError(f"{found}: olmoe has as many key/value heads as query heads, {self.head_count}")
+            flag = f"--kv-heads {self.head_count_kv} (the GGUF key olmoe.attention.head_count_kv)"
+            raise UsageError(f"{flag}: olmoe has as many key/value heads as query heads, {self.head_count}")

@@ -49,27 +49,27 @@ class LoRA:
 
     def check(self, stages: list[Stage]) -> None:
         """Raise UsageError for a pattern, other than a default pattern, that matches no projection."""
-        found = projections(stages)
+        linears = projections(stages)
         for pattern in self.targets if self.targets != TARGETS else ():
-            if not any(is_meant(name, pattern) for name in found):
-                tied = "" if HEAD in found else "; llama.cpp has no adapters for a tied head: leave it out"
+            if not any(is_meant(name, pattern) for name in linears):
+                hint = "" if HEAD in linears else "; llama.cpp has no adapters for a tied head: leave it out"
                 raise UsageError(
                     f"--lora-targets {pattern}: matches no projection; names are like "
-                    f"{', '.join(list(found)[:3])}, ..., {list(found)[-1]}{tied}"
+                    f"{', '.join(list(linears)[:3])}, ..., {list(linears)[-1]}{hint}"
                 )
 
 
 def is_meant(name: str, pattern: str) -> bool:
     """Return whether a pattern selects a projection; see HEAD and NAMED for exceptions."""
-    named = name != HEAD or pattern.startswith("output")
-    return fnmatchcase(name, pattern) and named and all(part in pattern for part in NAMED if part in name)
+    eligible = name != HEAD or pattern.startswith("output")
+    return fnmatchcase(name, pattern) and eligible and all(part in pattern for part in NAMED if part in name)
 
 
 def projections(stages: Sequence[Stage]) -> dict[str, Linear]:
     """Return the linear layers after the embedding by weight name, including an untied head."""
     blocks = (stage for stage in stages if stage.scope.startswith(("blk.", "output")))
-    found = (part for stage in blocks for part in parts_of(stage.layer))
-    return {part.weight: part for part in found if isinstance(part, Linear)}
+    parts = (part for stage in blocks for part in parts_of(stage.layer))
+    return {part.weight: part for part in parts if isinstance(part, Linear)}
 
 
 def parts_of(layer: Layer) -> Iterator[Layer]:

@@ -59,14 +59,14 @@ class ModelConfig:
         if dim % heads:
             uneven = f"--heads {heads} does not divide --dim {dim}"
             raise UsageError(f"{uneven}: every head gets dim / heads columns")
-        common = {
+        fields = {
             "vocab_size": sizes["vocab_size"],
             "context_length": sizes["context"],
             "embedding_length": dim,
             "block_count": sizes["layers"],
             "head_count": heads,
         }
-        return cls(**common | cls.flag_fields(sizes) | cls.experts_from_flags(sizes))
+        return cls(**fields | cls.flag_fields(sizes) | cls.experts_from_flags(sizes))
 
     @classmethod
     def flag_fields(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,19 +77,17 @@ class ModelConfig:
     def experts_from_flags(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a mixture of experts from checked flags; raise UsageError if they conflict."""
         count, used, width = (sizes[name] for name in EXPERTS)
-        without = [f"{spelled(name)} {sizes[name]}" for name in EXPERTS if not count and sizes[name]]
-        if without or (cls.needs_experts and not count):
-            raise UsageError(
-                f"{(without or [f'--arch {cls.arch}'])[0]}: a mixture of experts needs --experts"
-            )
+        flags = [f"{spelled(name)} {sizes[name]}" for name in EXPERTS if not count and sizes[name]]
+        if flags or (cls.needs_experts and not count):
+            raise UsageError(f"{(flags or [f'--arch {cls.arch}'])[0]}: a mixture of experts needs --experts")
         if not count:
             return {}
         used = min(2, count) if used is None else used
         if not cls.may_have_experts or used > count:
-            what, most = (f"--experts-used {used}", count) if used > count else (f"--experts {count}", 0)
-            raise UsageError(f"{what}: expected at most {most} with --arch {cls.arch}")
-        found = {"expert_count": count, "expert_used_count": used}
-        return found if width is None else found | {"feed_forward_length": width}
+            flag, limit = (f"--experts-used {used}", count) if used > count else (f"--experts {count}", 0)
+            raise UsageError(f"{flag}: expected at most {limit} with --arch {cls.arch}")
+        fields = {"expert_count": count, "expert_used_count": used}
+        return fields if width is None else fields | {"feed_forward_length": width}
 
     @classmethod
     def from_gguf(cls, metadata: Metadata, tensors: Iterable[str], read: Read | None = None) -> Self:
@@ -174,14 +172,14 @@ class ModelConfig:
     def check_tensors(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
         """Raise UsageError with the differences unless a file has exactly this model's tensors."""
         params = stage_params(self.layers())
-        wanted = {name: part.shape for name, part in (params | self.constants()).items()}
-        missing, surplus = wanted.keys() - shapes.keys(), shapes.keys() - wanted.keys()
+        model_shapes = {name: part.shape for name, part in (params | self.constants()).items()}
+        missing, surplus = model_shapes.keys() - shapes.keys(), shapes.keys() - model_shapes.keys()
         if missing or surplus:
             raise UsageError(
                 f"{source}: tensors do not match architecture {self.arch}: "
                 f"missing {some(sorted(missing))}, surplus {some(sorted(surplus))}"
             )
-        for name, shape in wanted.items():
+        for name, shape in model_shapes.items():
             if shapes[name] != shape:
                 raise UsageError(f"{source}: {name} has shape {shapes[name]}, expected {shape}")
 
@@ -207,27 +205,27 @@ class ModelKeys:
         return self.keys.text(f"{self.arch}.{name}")
 
     def _given(self, name: str, value: Number | None, default: Number | None) -> Number:
-        found = default if value is None else value
-        if found is None:
+        number = default if value is None else value
+        if number is None:
             key = f"the GGUF key {self.arch}.{name}"
             raise UsageError(f"{key} is missing; a {self.arch} model needs it")
-        return found
+        return number
 
     def blocks(self, tensors: Iterable[str]) -> int:
         """Return ARCH.block_count; raise UsageError if the file has fewer blocks."""
-        found = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
-        if (count := self.size("block_count")) > found:
+        depth = len({name.split(".")[1] for name in tensors if name.startswith("blk.")})
+        if (count := self.size("block_count")) > depth:
             raise UsageError(
-                f"the GGUF key {self.arch}.block_count is {count}, but the file has tensors of {found} blocks"
+                f"the GGUF key {self.arch}.block_count is {count}, but the file has tensors of {depth} blocks"
             )
         return count
 
-    def require(self, name: str, only: float) -> None:
-        """Raise UsageError unless ARCH.NAME is absent or has the only supported value, `only`."""
-        value = self.number(name, only, least=-math.inf)
-        if value != only:
+    def require(self, name: str, supported: float) -> None:
+        """Raise UsageError unless ARCH.NAME is absent or has the only supported value, `supported`."""
+        value = self.number(name, supported, least=-math.inf)
+        if value != supported:
             raise UsageError(
-                f"the GGUF key {self.arch}.{name} = {value:g} is not supported; expected {only:g}"
+                f"the GGUF key {self.arch}.{name} = {value:g} is not supported; expected {supported:g}"
             )
 
     def refuse(self, names: Iterable[str]) -> None:
@@ -235,8 +233,8 @@ class ModelKeys:
         for name in names:
             value = self.keys.metadata.get(f"{self.arch}.{name}")
             if value is True or isinstance(value, np.ndarray | list) or value not in NEUTRAL:
-                found = described(value)
-                raise UsageError(f"the GGUF key {self.arch}.{name} = {found} is not supported")
+                text = described(value)
+                raise UsageError(f"the GGUF key {self.arch}.{name} = {text} is not supported")
 
 
 REQUIRED = ("layers", "dim", "heads", "context", "vocab_size")
@@ -248,18 +246,18 @@ def check_sizes(flags: Any) -> dict[str, Any]:
     """Return a model's sizes, from flags, as integers; raise UsageError for invalid names and values."""
     if not isinstance(flags, Mapping):
         raise UsageError(f"sizes of a model: expected a mapping such as {{'layers': 2}}, got {came(flags)}")
-    given = dict.fromkeys(OPTIONAL) | dict(flags)
+    sizes = dict.fromkeys(OPTIONAL) | dict(flags)
     try:
-        same_names(f"sizes of a model ({', '.join((*REQUIRED, *OPTIONAL))})", given, (*REQUIRED, *OPTIONAL))
+        same_names(f"sizes of a model ({', '.join((*REQUIRED, *OPTIONAL))})", sizes, (*REQUIRED, *OPTIONAL))
         for name in (*REQUIRED, "kv_heads", "ffn", *EXPERTS):
-            if name in REQUIRED or given[name] is not None:
-                given[name] = whole(spelled(name), given[name])
+            if name in REQUIRED or sizes[name] is not None:
+                sizes[name] = whole(spelled(name), sizes[name])
     except ValueError as error:
         raise UsageError(str(error)) from None
     for name in (*REQUIRED, "ffn", *EXPERTS):
-        if given[name] is not None and given[name] < 1:
-            raise UsageError(f"{spelled(name)} {given[name]}: expected at least 1")
-    return given
+        if sizes[name] is not None and sizes[name] < 1:
+            raise UsageError(f"{spelled(name)} {sizes[name]}: expected at least 1")
+    return sizes
 
 
 def spelled(name: str) -> str:

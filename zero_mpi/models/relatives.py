@@ -62,8 +62,8 @@ class Granite(Llama):
 
     @classmethod
     def flag_fields(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().flag_fields(sizes)
-        return found | {"attention_scale": float(np.float32(1 / found["key_length"]))}
+        fields = super().flag_fields(sizes)
+        return fields | {"attention_scale": float(np.float32(1 / fields["key_length"]))}
 
     @classmethod
     def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
@@ -76,8 +76,8 @@ class Granite(Llama):
         }
 
     def metadata(self) -> dict[str, Any]:
-        own = {key: np.float32(getattr(self, name)) for name, (key, _) in MULTIPLIERS.items()}
-        return super().metadata() | {f"{self.arch}.{key}": value for key, value in own.items()}
+        multipliers = {key: np.float32(getattr(self, name)) for name, (key, _) in MULTIPLIERS.items()}
+        return super().metadata() | {f"{self.arch}.{key}": value for key, value in multipliers.items()}
 
     @property
     def score_scale(self) -> float:
@@ -144,14 +144,14 @@ class Phi3(RotaryModel):
         width = cls.read_heads(keys, keys.size("embedding_length")).key_width
         count = keys.size("rope.dimension_count", width) // 2
         names = {"long_factors": LONG, "short_factors": SHORT}
-        there = {field: name for field, name in names.items() if name in tensors}
-        factors = {field: read_factors(tensors, read, count, name) for field, name in there.items()}
+        present = {field: name for field, name in names.items() if name in tensors}
+        factors = {field: read_factors(tensors, read, count, name) for field, name in present.items()}
         context = keys.size("context_length")
         original = keys.size(ORIGINAL, context)
-        found = super().file_fields(keys, tensors, read) | factors
-        found["original_context"] = 0 if original == context else original
-        found["rope_magnitude"] = keys.number(MAGNITUDE, 1.0) or 1.0
-        return found
+        fields = super().file_fields(keys, tensors, read) | factors
+        fields["original_context"] = 0 if original == context else original
+        fields["rope_magnitude"] = keys.number(MAGNITUDE, 1.0) or 1.0
+        return fields
 
     def metadata(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
@@ -162,15 +162,15 @@ class Phi3(RotaryModel):
         return super().metadata() | {f"{self.arch}.{name}": value for name, value in keys.items()}
 
     def constants(self) -> dict[str, Array]:
-        both = {LONG: self.long_factors, SHORT: self.short_factors}
-        return {name: np.array(factors, np.float32) for name, factors in both.items() if factors}
+        tensors = {LONG: self.long_factors, SHORT: self.short_factors}
+        return {name: np.array(factors, np.float32) for name, factors in tensors.items() if factors}
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        reaches = self.original_context and self.context_length > self.original_context
-        own = self.long_factors if reaches else self.short_factors
+        is_long = self.original_context and self.context_length > self.original_context
+        base = self.long_factors if is_long else self.short_factors
         scaled = super().divisors
-        return tuple(a * b for a, b in zip(own, scaled, strict=True)) if own and scaled else own or scaled
+        return tuple(a * b for a, b in zip(base, scaled, strict=True)) if base and scaled else base or scaled
 
     @property
     def magnitude(self) -> float:

@@ -70,8 +70,8 @@ class RopeScaling:
     @classmethod
     def from_gguf(cls, keys: ModelKeys) -> Self | None:
         """Return the scaling in a file's keys, or None; raise UsageError for unsupported values."""
-        for name, only in FIXED.items():
-            keys.require(name, only)
+        for name, supported in FIXED.items():
+            keys.require(name, supported)
         kind = keys.text(TYPE) or LINEAR  # llama.cpp's default
         factor = keys.number(FACTOR, 0) or keys.number(OLD_FACTOR, 0) or 1.0
         if kind == NONE or (kind == LINEAR and factor == 1):
@@ -99,8 +99,8 @@ class RopeScaling:
         if self.kind == LINEAR:
             return (self.factor,) * len(pairs)
         low, high = self._ramp(width, base)
-        quick = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)
-        return tuple((1 / (quick + (1 - quick) / self.factor)).tolist())
+        weight = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)
+        return tuple((1 / (weight + (1 - weight) / self.factor)).tolist())
 
     def _ramp(self, width: int, base: float) -> tuple[float, float]:
         """Return the ends of the ramp: last pair of high frequency, first pair of low frequency."""
@@ -347,8 +347,8 @@ class RotaryModel(ModelConfig):
         if self.rope_scaling is None:
             return self.rope_factors
         scaled = self.rope_scaling.divisors(self.turned_width, self.rope_freq_base)
-        own = self.rope_factors or (1.0,) * len(scaled)
-        return tuple(a * b for a, b in zip(own, scaled, strict=True))
+        base = self.rope_factors or (1.0,) * len(scaled)
+        return tuple(a * b for a, b in zip(base, scaled, strict=True))
 
     @property
     def magnitude(self) -> float:

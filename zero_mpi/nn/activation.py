@@ -58,22 +58,22 @@ class SwiGLU(Composite):
         return self.linears
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        (gate, kept_gate), (up, kept_up) = self.gate.forward(p, x), self.up.forward(p, x)
-        return self.join(gate, up), (gate, up, kept_gate, kept_up)
+        (gate, saved_gate), (up, saved_up) = self.gate.forward(p, x), self.up.forward(p, x)
+        return self.join(gate, up), (gate, up, saved_gate, saved_up)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        gate, up, kept_gate, kept_up = saved
+        gate, up, saved_gate, saved_up = saved
         dgate, dup = self.split(dy, gate, up)
-        return self.up.backward(p, kept_up, dup, g, self.gate.backward(p, kept_gate, dgate, g))
+        return self.up.backward(p, saved_up, dup, g, self.gate.backward(p, saved_gate, dgate, g))
 
 
 class JointSwiGLU(SwiGLU):
     """SwiGLU with one matrix `PREFIX.ffn_up` (2 F, C), whose first F rows are the gate projection."""
 
     def __init__(self, prefix: str, inputs: int, outputs: int, *, bias: bool = False) -> None:
-        both = (outputs, outputs)
-        self.linears = [Linear(f"{prefix}.ffn_up", inputs, 2 * outputs, bias=bias, fused=both)]
-        self.gate, self.up = rows_of(self.linears[0], both)
+        sizes = (outputs, outputs)
+        self.linears = [Linear(f"{prefix}.ffn_up", inputs, 2 * outputs, bias=bias, fused=sizes)]
+        self.gate, self.up = rows_of(self.linears[0], sizes)
 
 
 class GeGLU(SwiGLU):

@@ -125,10 +125,10 @@ class AddedRows:
     def add_to(self, y: Any, p: Weights, x: Any, part: slice, via: Any = ops) -> Any:
         """Return y (..., O - rows) followed by the outputs of the added rows: (..., O)."""
         size = y.shape[-1]
-        joined = like(y, size + self.rows)
-        joined[..., :size] = y
-        joined[..., size:] = via.linear(x, p[self.name])
-        return joined
+        outputs = like(y, size + self.rows)
+        outputs[..., :size] = y
+        outputs[..., size:] = via.linear(x, p[self.name])
+        return outputs
 
     def backward(
         self, p: Weights, saved: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops

@@ -61,8 +61,8 @@ class ProjectQKV(Composite):
 
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
         self.heads = heads
-        named = zip("qkv", heads.widths, strict=True)
-        self.whole = [Linear(f"{prefix}.attn_{letter}", width, rows, bias=bias) for letter, rows in named]
+        widths = zip("qkv", heads.widths, strict=True)
+        self.whole = [Linear(f"{prefix}.attn_{letter}", width, rows, bias=bias) for letter, rows in widths]
         self.linears: Sequence[Linear | Rows] = self.whole
 
     def parts(self) -> Sequence[Layer]:
@@ -74,8 +74,8 @@ class ProjectQKV(Composite):
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         dx = None
-        for linear, kept, d in zip(self.linears, saved, dy, strict=True):
-            dx = linear.backward(p, kept, merge(d), g, dx)
+        for linear, activations, d in zip(self.linears, saved, dy, strict=True):
+            dx = linear.backward(p, activations, merge(d), g, dx)
         return dx
 
 
@@ -100,10 +100,10 @@ class FusedQKV(JointQKV):
         return self.heads.split(qkv[..., :a], qkv[..., a : a + b], qkv[..., a + b :]), saved
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        joined = side_by_side(dy)  # attention's backward returns dq, dk and dv as columns of one array
-        if joined is None:
-            joined = namespace(saved[0]).concatenate([merge(d) for d in dy], axis=-1)
-        return self.whole[0].backward(p, saved, joined, g)
+        dqkv = side_by_side(dy)  # attention's backward returns dq, dk and dv as columns of one array
+        if dqkv is None:
+            dqkv = namespace(saved[0]).concatenate([merge(d) for d in dy], axis=-1)
+        return self.whole[0].backward(p, saved, dqkv, g)
 
 
 class QKNorm(Composite):
@@ -196,32 +196,32 @@ class RoPE(Layer):
         self.interleaved = interleaved
 
     def overwriting(self) -> RoPE:
-        found = copy(self)
-        found.overwrites = True
-        return found
+        layer = copy(self)
+        layer.overwrites = True
+        return layer
 
     def table(self, stop: int, q: Any, sign: int = 1) -> tuple[Any, Any]:
         """Return cosines and sines (positions, rotated width / 2) of at least `stop` positions for q."""
-        rounded = 1 << (stop - 1).bit_length()  # powers of two, so that generation makes only a few tables
+        positions = 1 << (stop - 1).bit_length()  # powers of two, so that generation makes only a few tables
         kind = "float64" if q.dtype.itemsize == 8 else "float32"  # the table is never in low precision
         on_gpu = device.is_cupy(q)
-        return rope_table(rounded, self.width or q.shape[-1], self.scaling, sign, kind, on_gpu)
+        return rope_table(positions, self.width or q.shape[-1], self.scaling, sign, kind, on_gpu)
 
     def _turn(self, p: Weights, qkv: Any, start: int, sign: int) -> Any:
         q, k, v = qkv
         stop = start + q.shape[1]
         cos, sin = self.table(stop, q, sign)
-        found = batch_of(p).documents
-        if found is not None:
-            return *(self._turn_rows(x, found.rows(cos), found.rows(sin)) for x in (q, k)), v
+        documents = batch_of(p).documents
+        if documents is not None:
+            return *(self._turn_rows(x, documents.rows(cos), documents.rows(sin)) for x in (q, k)), v
         table = cos[start:stop], sin[start:stop]
         q, k = (ops.rope(x, *table, self.interleaved, x if self.overwrites else None) for x in (q, k))
         return q, k, v
 
     def _turn_rows(self, x: Any, cos: Any, sin: Any) -> Any:
         """Rotate `x` (B, T, heads, D) by separate angles for each of the B T positions."""
-        one = x.reshape(1, -1, *x.shape[2:])
-        return ops.rope(one, cos, sin, self.interleaved, one if self.overwrites else None).reshape(x.shape)
+        row = x.reshape(1, -1, *x.shape[2:])
+        return ops.rope(row, cos, sin, self.interleaved, row if self.overwrites else None).reshape(x.shape)
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         return self._turn(p, x, 0, 1), None
@@ -247,20 +247,20 @@ class CausalAttention(Layer):
 
     def _begins(self, p: Weights, q: Any, start: int) -> Any:
         """Return the first position that each query attends to, (B, T); None if it is 0 for all queries."""
-        found, stop = batch_of(p).documents, start + q.shape[1]
+        documents, stop = batch_of(p).documents, start + q.shape[1]
         if self.window is None or stop <= self.window:
-            return None if found is None else found.begins
-        if found is not None:
-            return found.within(self.window)
+            return None if documents is None else documents.begins
+        if documents is not None:
+            return documents.within(self.window)
         return first_in_window(q.shape[0], start, stop, self.window, device.home_of(q))
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        y, kept = ops.causal_attention(x[0], x[1], x[2], self.scale, self._begins(p, x[0], 0))
-        return y, (*x, kept)
+        y, softmax = ops.causal_attention(x[0], x[1], x[2], self.scale, self._begins(p, x[0], 0))
+        return y, (*x, softmax)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        q, k, v, kept = saved
-        return ops.causal_attention_backward(dy, q, k, v, kept, self.scale)
+        q, k, v, softmax = saved
+        return ops.causal_attention_backward(dy, q, k, v, softmax, self.scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         q, k, v = x

@@ -66,15 +66,15 @@ class Documents:
     def counted(self) -> Array:
         """Mask (B T,) that is False for padding: ids 0 after a row's last document."""
         xp, ids = namespace(self.begins), device.in_use().from_host(self._ids)
-        within = (ids != 0) | (self.positions != 0)
-        return xp.cumsum(within[:, ::-1], axis=1)[:, ::-1].reshape(-1) > 0
+        content = (ids != 0) | (self.positions != 0)
+        return xp.cumsum(content[:, ::-1], axis=1)[:, ::-1].reshape(-1) > 0
 
     def rows(self, table: Array) -> Array:
         """Return the row of `table` at each token's position, (B T, ...); results are cached by table."""
-        found = self._rows.get(id(table))
-        if found is None:
-            found = self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
-        return found[1]
+        entry = self._rows.get(id(table))
+        if entry is None:
+            entry = self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
+        return entry[1]
 
     def within(self, window: int) -> Array:
         """Return the first position that each position attends to in a window, (B, T); results are cached."""

@@ -25,9 +25,9 @@ class Chain(Composite, AddsInForward, AddsInBackward):
     def __init__(self, *layers: Layer) -> None:
         if not layers:
             raise ValueError("a chain needs at least one layer")
-        keeps = [True, *(layer.keeps_results for layer in layers), True]  # callers may keep x and y
-        around = zip(keeps, layers, keeps[2:], strict=False)
-        self.layers = [x if before or after else x.overwriting() for before, x, after in around]
+        flags = [True, *(layer.keeps_results for layer in layers), True]  # callers may keep x and y
+        triples = zip(flags, layers, flags[2:], strict=False)
+        self.layers = [x if before or after else x.overwriting() for before, x, after in triples]
         self.backward_reads_params = any(layer.backward_reads_params for layer in layers)
 
     def parts(self) -> Sequence[Layer]:
@@ -37,29 +37,29 @@ class Chain(Composite, AddsInForward, AddsInBackward):
         """Return the input of the last layer, and the saved values of the layers before it."""
         saved = []
         for layer in self.layers[:-1]:
-            x, kept = layer.forward(p, x)
-            saved.append(kept)
+            x, activations = layer.forward(p, x)
+            saved.append(activations)
         return x, saved
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         x, saved = self._before_last(p, x)
-        y, kept = self.layers[-1].forward_onto(p, x, residual)
-        return y, [*saved, kept]
+        y, activations = self.layers[-1].forward_onto(p, x, residual)
+        return y, [*saved, activations]
 
     def saved(self, p: Weights, x: Any) -> Any:
         x, saved = self._before_last(p, x)
         return [*saved, self.layers[-1].saved(p, x)]
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients, residual: Any = None) -> Any:
-        for layer, kept in zip(self.layers[:0:-1], saved[:0:-1], strict=True):
-            dy = layer.backward(p, kept, dy, g)
+        for layer, activations in zip(self.layers[:0:-1], saved[:0:-1], strict=True):
+            dy = layer.backward(p, activations, dy, g)
         return self.layers[0].backward_onto(p, saved[0], dy, g, residual)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients) -> tuple[Scalar, Any]:
         x, saved = self._before_last(p, x)
         loss, dx = self.layers[-1].loss(p, x, targets, scale, g)
-        for layer, kept in zip(reversed(self.layers[:-1]), reversed(saved), strict=True):
-            dx = layer.backward(p, kept, dx, g)
+        for layer, activations in zip(reversed(self.layers[:-1]), reversed(saved), strict=True):
+            dx = layer.backward(p, activations, dx, g)
         return loss, dx
 
     def evaluate(self, p: Weights, x: Any, targets: Any, scale: float) -> Scalar:
@@ -109,7 +109,7 @@ class Recompute(Wrapper):
         self.backward_reads_params = bool(inner.params())
 
     def stacks(self) -> list[Stack]:
-        return [Stack(names, again + 1) for names, again in self.inner.stacks()]
+        return [Stack(names, repeats + 1) for names, repeats in self.inner.stacks()]
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         return self.inner.forward(p, x)[0], x

@@ -68,10 +68,7 @@ class Decoder:
 
 
 class Batch:
-    """Several sequences that begin with `prompts`; each `read` adds a token to each, at most `tokens` times.
-
-    Raises Unrecorded if the model cannot be recorded.
-    """
+    """Sequences that begin with `prompts`; `read` adds at most `tokens` tokens. May raise Unrecorded."""
 
     def __init__(self, stages: Sequence[Stage], p: Weights, prompts: Sequence[Array], tokens: int) -> None:
         readers = [Decoder(stages, p) for _ in prompts]
@@ -79,8 +76,8 @@ class Batch:
         self._positions = np.array([reader.cache.position for reader in readers])
         capacity, cache = int(self._positions.max()) + tokens, Cache()
         for layer in readers[0].cache.entries:
-            found = [reader.cache.entries[layer] for reader in readers]
-            cache.entries[layer] = tuple(joined(each, capacity) for each in zip(*found, strict=True))
+            entries = [reader.cache.entries[layer] for reader in readers]
+            cache.entries[layer] = tuple(joined(arrays, capacity) for arrays in zip(*entries, strict=True))
         self._program = Program(readers[0], cache, capacity, len(prompts))
 
     def read(self, ids: Array) -> Array:
@@ -90,13 +87,13 @@ class Batch:
         return self.outputs
 
 
-def joined(stored: Sequence[Array], capacity: int) -> Array:
+def joined(arrays: Sequence[Array], capacity: int) -> Array:
     """Return one array (B, capacity, ...) with the arrays (1, positions, ...) of several sequences."""
-    found = np.zeros((len(stored), capacity, *stored[0].shape[2:]), stored[0].dtype)
-    for new, old in zip(found, stored, strict=True):
-        count = min(capacity, old.shape[1])
-        new[:count] = old[0, :count]
-    return found
+    batch = np.zeros((len(arrays), capacity, *arrays[0].shape[2:]), arrays[0].dtype)
+    for row, array in zip(batch, arrays, strict=True):
+        count = min(capacity, array.shape[1])
+        row[:count] = array[0, :count]
+    return batch
 
 
 class Unrecorded(Exception):
@@ -140,8 +137,8 @@ class Program:
         """Return an array (B, ...) for results of the current stage."""
         self._taken += 1
         key = self._turn, self._taken, int(np.prod(shape))
-        found = self._buffers.setdefault(key, np.zeros((self.sequences, key[2]), np.float32))
-        return found.reshape(self.sequences, *shape)
+        buffer = self._buffers.setdefault(key, np.zeros((self.sequences, key[2]), np.float32))
+        return buffer.reshape(self.sequences, *shape)
 
     def place(self, x: Any) -> int:
         """Return the address of an array, or of a number as float32, and keep the array alive."""
@@ -155,32 +152,32 @@ class Program:
         """Add instructions (operation, parts, x, y, ...) that may run at the same time."""
         self._steps.append(list(lines))
 
-    def combine(self, operation: int, x: Array, other: Any, rows: int = 0) -> Array:
+    def combine(self, operation: int, x: Array, operand: Any, rows: int = 0) -> Array:
         """Record an elementwise operation; `rows` as in `decode.combine`."""
         y = self.buffer(*x.shape[1:])
-        self.step([operation, 1, address(x), address(y), x[0].size, self.place(other), rows])
+        self.step([operation, 1, address(x), address(y), x[0].size, self.place(operand), rows])
         return y
 
-    def products(self, given: Sequence[tuple[Any, Array]]) -> list[Array]:
+    def products(self, pairs: Sequence[tuple[Any, Array]]) -> list[Array]:
         """Record the products W x of pairs (W, x) that do not depend on each other."""
-        found = [self.buffer(w.shape[0]) for w, _ in given]
-        for w, _ in given:
+        products = [self.buffer(w.shape[0]) for w, _ in pairs]
+        for w, _ in pairs:
             self._kept.append(w) if isinstance(w, PackedMatrix) else self.place(w)
-        self.step(*(self.code.product(w, x, y) for (w, x), y in zip(given, found, strict=True)))
-        return found
+        self.step(*(self.code.product(w, x, y) for (w, x), y in zip(pairs, products, strict=True)))
+        return products
 
     def project(self, layers: Sequence[Linear | Rows], x: Array) -> list[Array]:
         """Record linear layers with the same input."""
         parts = [(each, ALL) if isinstance(each, Linear) else (each.linear, each.part) for each in layers]
-        found = self.products([(self.p[linear.weight][part], x) for linear, part in parts])
+        outputs = self.products([(self.p[linear.weight][part], x) for linear, part in parts])
         for place, (linear, part) in enumerate(parts):
             if linear.bias is not None:
-                found[place] = self.combine(self.code.ADD, found[place], self.p[linear.bias][part], 1)
+                outputs[place] = self.combine(self.code.ADD, outputs[place], self.p[linear.bias][part], 1)
             if isinstance(linear.adapter, AddedRows):
                 raise Unrecorded("no instruction for a head with added rows")
             if linear.adapter is not None and linear.adapter.b in self.p:
-                found[place] = self.adapt(linear.adapter, part, x, found[place])
-        return found
+                outputs[place] = self.adapt(linear.adapter, part, x, outputs[place])
+        return outputs
 
     def adapt(self, adapter: LowRank, part: slice, x: Array, y: Array) -> Array:
         """Record the addition of an adapter's product to y, and return the sum."""
@@ -199,74 +196,78 @@ class Program:
         return y
 
 
-def embedding(to: Program, layer: Embedding, x: Any) -> Array:
+def embedding(program: Program, layer: Embedding, x: Any) -> Array:
     """Record an embedding; `run` looks up the rows of the token ids."""
-    if to.first is not None or x is not None:
+    if program.first is not None or x is not None:
         raise Unrecorded("no instruction for an embedding of computed values")
-    to.first = layer, to.buffer(layer.param.shape[1])
-    return to.first[1]
+    program.first = layer, program.buffer(layer.param.shape[1])
+    return program.first[1]
 
 
-def chain(to: Program, layer: Chain, x: Any) -> Any:
-    for each in layer.layers:
-        x = to.record(each, x)
+def chain(program: Program, layer: Chain, x: Any) -> Any:
+    for inner in layer.layers:
+        x = program.record(inner, x)
     return x
 
 
-def gated(to: Program, layer: SwiGLU, x: Array) -> Array:
-    gate, up = to.project([layer.gate, layer.up], x)
-    return to.combine(to.code.GEGLU if isinstance(layer, GeGLU) else to.code.SWIGLU, gate, up)
+def gated(program: Program, layer: SwiGLU, x: Array) -> Array:
+    gate, up = program.project([layer.gate, layer.up], x)
+    return program.combine(program.code.GEGLU if isinstance(layer, GeGLU) else program.code.SWIGLU, gate, up)
 
 
-def heads(to: Program, layer: ProjectQKV, x: Array) -> Any:
+def heads(program: Program, layer: ProjectQKV, x: Array) -> Any:
     """Record the projections of q, k and v; return them as (B, heads, width)."""
-    q, k, v = (y[:, None] for y in to.project(layer.linears, x))
+    q, k, v = (y[:, None] for y in program.project(layer.linears, x))
     return tuple(y[:, 0] for y in layer.heads.split(q, k, v))
 
 
-def head_norms(to: Program, layer: QKNorm, x: Any) -> Any:
+def head_norms(program: Program, layer: QKNorm, x: Any) -> Any:
     counts = (1, 1) if isinstance(layer, JointQKNorm) else (x[0].shape[1], x[1].shape[1])
-    return *(to.normalize(*each) for each in zip(layer.norms, x[:2], counts, strict=True)), x[2]
+    return *(program.normalize(*args) for args in zip(layer.norms, x[:2], counts, strict=True)), x[2]
 
 
-def turned(to: Program, layer: RoPE, x: Any) -> Any:
+def turned(program: Program, layer: RoPE, x: Any) -> Any:
     """Record the rotation of q and k in place."""
     q, k, v = x
     width = layer.width or q.shape[-1]
-    table = [to.place(each) for each in layer.table(to.capacity, q[:, None])]
-    for each in (q, k):
-        sizes = each.shape[1], each.shape[2], width, layer.interleaved
-        to.step([to.code.TURN, 1, address(each), address(each), *table, *sizes])
+    table = [program.place(array) for array in layer.table(program.capacity, q[:, None])]
+    for array in (q, k):
+        sizes = array.shape[1], array.shape[2], width, layer.interleaved
+        program.step([program.code.TURN, 1, address(array), address(array), *table, *sizes])
     return q, k, v
 
 
-def attended(to: Program, layer: CausalAttention, x: Any) -> Array:
+def attended(program: Program, layer: CausalAttention, x: Any) -> Array:
     """Record attention, and the write of the new position's keys and values to the cache."""
     q, k, v = x
-    stored = to.cache.extend(layer, k[:, None], v[:, None], to.capacity)
-    capacity = stored[0].shape[1]
-    for new, old in zip((k, v), stored, strict=True):
-        to.step([to.code.KEEP, 1, address(new), to.place(old), new[0].size, capacity])
-    y = to.buffer(q.shape[1], v.shape[2])
-    places = *map(to.place, stored), capacity, layer.window or 0, to.place(layer.scale)
-    to.step([to.code.ATTEND, q.shape[1], address(q), address(y), *places, q.shape[2], v.shape[2], k.shape[1]])
+    entry = program.cache.extend(layer, k[:, None], v[:, None], program.capacity)
+    capacity = entry[0].shape[1]
+    for rows, array in zip((k, v), entry, strict=True):
+        program.step([program.code.KEEP, 1, address(rows), program.place(array), rows[0].size, capacity])
+    y = program.buffer(q.shape[1], v.shape[2])
+    places = *map(program.place, entry), capacity, layer.window or 0, program.place(layer.scale)
+    program.step(
+        [program.code.ATTEND, q.shape[1], address(q), address(y), *places, q.shape[2], v.shape[2], k.shape[1]]
+    )
     return y
 
 
 RECORDED: dict[type[Layer], Callable[[Program, Any, Any], Any]] = {
     Embedding: embedding,
-    LearnedPositions: lambda to, layer, x: to.combine(to.code.ADD, x, to.p[layer.weight], 2),
+    LearnedPositions: lambda program, layer, x: program.combine(
+        program.code.ADD, x, program.p[layer.weight], 2
+    ),
     Chain: chain,
-    Residual: lambda to, layer, x: to.combine(to.code.ADD, to.record(layer.inner, x), x),
-    Linear: lambda to, layer, x: to.project([layer], x)[0],
+    Residual: lambda program, layer, x: program.combine(program.code.ADD, program.record(layer.inner, x), x),
+    Linear: lambda program, layer, x: program.project([layer], x)[0],
     RMSNorm: Program.normalize,
     LayerNorm: Program.normalize,
-    Multiply: lambda to, layer, x: to.combine(to.code.SCALE, x, layer.factor, 1),
-    GELU: lambda to, layer, x: to.combine(to.code.GELU, x, 0.0, 1),
+    Multiply: lambda program, layer, x: program.combine(program.code.SCALE, x, layer.factor, 1),
+    GELU: lambda program, layer, x: program.combine(program.code.GELU, x, 0.0, 1),
     **dict.fromkeys((SwiGLU, JointSwiGLU, GeGLU), gated),
     **dict.fromkeys((ProjectQKV, JointQKV, FusedQKV), heads),
     **dict.fromkeys((QKNorm, JointQKNorm), head_norms),
     RoPE: turned,
     CausalAttention: attended,
-    MergeHeads: lambda to, layer, x: x.reshape(len(x), -1),
+    MergeHeads: lambda program, layer, x: x.reshape(len(x), -1),
 }

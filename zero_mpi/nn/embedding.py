@@ -28,15 +28,15 @@ class Embedding(Layer):
         self.added = AddedRows(self.weight, rows, width)
 
     def params(self) -> dict[str, Param]:
-        found = {self.weight: self.param}
-        return found if self.added is None else found | self.added.params()
+        params = {self.weight: self.param}
+        return params if self.added is None else params | self.added.params()
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         array(f"{self.weight}: tokens", x, kinds=WHOLE)  # float tokens would be truncated, or fail later
         w: Any = p[self.weight]
         if self.added is not None:
-            old, places, rows = parted(x, w.shape[0])
-            y = ops.embedding(old, w)
+            base, places, rows = parted(x, w.shape[0])
+            y = ops.embedding(base, w)
             if rows.size:
                 y.reshape(-1, w.shape[1])[places] = ops.embedding(rows, p[self.added.name])
             return y, x
@@ -63,15 +63,15 @@ class LearnedPositions(Layer):
         return {self.weight: self.param}
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        found = batch_of(p).documents
-        if found is not None:
-            return ops.add(x, ops.embedding(found.positions, p[self.weight])), None
+        documents = batch_of(p).documents
+        if documents is not None:
+            return ops.add(x, ops.embedding(documents.positions, p[self.weight])), None
         return ops.positions(x, p[self.weight][: x.shape[1]]), None
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        found = batch_of(p).documents
-        if self.weight in g and found is not None:
-            ops.embedding_backward(found.positions, dy, g[self.weight])
+        documents = batch_of(p).documents
+        if self.weight in g and documents is not None:
+            ops.embedding_backward(documents.positions, dy, g[self.weight])
         elif self.weight in g:
             ops.positions_backward(dy, g[self.weight][: dy.shape[1]])
         return dy

@@ -60,10 +60,10 @@ class RouterLosses:
         """Report a layer's routing, as `ops.route` returns it, for logits (T, N); padding is left out."""
         counts = starts[1:] - starts[:-1]
         if batch.documents is not None:
-            counted = batch.documents.counted
+            mask = batch.documents.counted
             experts = namespace(chosen).arange(self.experts)
-            counts = counts - (chosen[~counted].reshape(-1, 1) == experts).sum(axis=0)
-            logits, p = logits[counted], p[counted]
+            counts = counts - (chosen[~mask].reshape(-1, 1) == experts).sum(axis=0)
+            logits, p = logits[mask], p[mask]
         batch.report(self.name, **{self.name + LOAD: counts})
         if batch.factors:
             squares = (log_sums(logits, p) ** 2).sum(dtype=np.float64)
@@ -74,20 +74,20 @@ class RouterLosses:
         """Add the gradients of both losses to dlogits (T, N) in place, after all layers have reported."""
         if not batch.factors:
             return
-        by_balance, by_z = (batch.factors.get(name, 0.0) for name in (BALANCE, Z))
+        balance_factor, z_factor = (batch.factors.get(name, 0.0) for name in (BALANCE, Z))
         counts, rows = batch.sums["routed_counts"], max(1, batch.sums["routed_rows"])
-        slope = (counts * (by_balance * self.experts / rows**2)).astype(p.dtype)  # dloss / dp, (N,)
-        counted = None if batch.documents is None else batch.documents.counted
-        tokens = len(p) if counted is None else max(1, int(counted.sum()))
+        slope = (counts * (balance_factor * self.experts / rows**2)).astype(p.dtype)  # dloss / dp, (N,)
+        mask = None if batch.documents is None else batch.documents.counted
+        tokens = len(p) if mask is None else max(1, int(mask.sum()))
         for start in range(0, len(p), ROWS):
             part = slice(start, start + ROWS)
             mean = column_sums((p[part] * slope).T)
-            if by_z:
-                mean = mean - (2 * by_z / tokens) * log_sums(logits[part], p[part])
-            added = p[part] * (slope - mean[:, None])
-            if counted is not None:
-                added[~counted[part]] = 0
-            dlogits[part] = dlogits[part] + added  # dlogits may be in low precision (bf16 or fp16)
+            if z_factor:
+                mean = mean - (2 * z_factor / tokens) * log_sums(logits[part], p[part])
+            gradient = p[part] * (slope - mean[:, None])
+            if mask is not None:
+                gradient[~mask[part]] = 0
+            dlogits[part] = dlogits[part] + gradient  # dlogits may be in low precision (bf16 or fp16)
 
 
 class Routing(NamedTuple):
@@ -140,8 +140,8 @@ class Experts(Composite, AddsInForward):
         self.down = Linear(f"{prefix}.ffn_down_exps", hidden, width, stack=count, std=std)
 
     def parts(self) -> Sequence[Layer]:
-        own = [self.router, self.gate, self.up, self.down]
-        return own if self.shared is None else [*own, self.shared]
+        layers = [self.router, self.gate, self.up, self.down]
+        return layers if self.shared is None else [*layers, self.shared]
 
     def stacks(self) -> list[Stack]:
         return [Stack(tuple(name for part in (self.gate, self.up, self.down) for name in part.params()))]
@@ -154,7 +154,7 @@ class Experts(Composite, AddsInForward):
         return Routing(logits, *ops.route(logits, self.used, self.normalized))
 
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
-        flat, kept, of_shared = x.reshape(-1, x.shape[-1]), dict[int | None, tuple[Any, Any]](), None
+        flat, pairs, saved_shared = x.reshape(-1, x.shape[-1]), dict[int | None, tuple[Any, Any]](), None
         routing = self.route(p, flat)
         self.losses.report(batch_of(p), routing.logits, routing.p, routing.chosen, routing.starts)
         for observe in OBSERVERS:
@@ -165,51 +165,51 @@ class Experts(Composite, AddsInForward):
             if part.start == part.stop:
                 continue
             via = grouped(starts)
-            gate, up = (each.forward(weights, rows[part], via=via)[0] for each in (self.gate, self.up))
-            kept[members.start] = gate, up
+            gate, up = (linear.forward(weights, rows[part], via=via)[0] for linear in (self.gate, self.up))
+            pairs[members.start] = gate, up
             if OBSERVERS:
                 bounds = routing.starts.clip(part.start, part.stop) - part.start
                 self._observe(rows[part], gate, up, bounds)
             inner = ops.weighted_swiglu(gate, up, routing.weights[part])
             rows = placed(rows, part, self.down.forward(weights, inner, via=via)[0])
         if self.shared is not None:
-            y, of_shared = self.shared.forward_onto(p, x, residual)
+            y, saved_shared = self.shared.forward_onto(p, x, residual)
         else:
             y = ops.scale(x, 0.0) if residual is None else ops.scale(residual, 1.0)
         ops.embedding_backward(routing.tokens, rows, y.reshape(flat.shape))
-        return y, (x, routing, kept, of_shared)
+        return y, (x, routing, pairs, saved_shared)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        x, routing, kept, of_shared = saved
-        flat, of_weights = x.reshape(-1, x.shape[-1]), list[tuple[slice, Any]]()
+        x, routing, pairs, saved_shared = saved
+        flat, dweights = x.reshape(-1, x.shape[-1]), list[tuple[slice, Any]]()
         rows = ops.embedding(routing.tokens, dy.reshape(flat.shape))
         for members, weights, gradients in turns(p, g):
             part, starts = rows_of(routing.starts, members, len(rows))
             if part.start == part.stop:
                 continue
-            (gate, up), of_rows, via = kept[members.start], routing.weights[part], grouped(starts)
-            inner = ops.weighted_swiglu(gate, up, of_rows), None
+            (gate, up), row_weights, via = pairs[members.start], routing.weights[part], grouped(starts)
+            inner = ops.weighted_swiglu(gate, up, row_weights), None
             dgate, dup, dw = ops.weighted_swiglu_backward(
-                self.down.backward(weights, inner, rows[part], gradients, via=via), gate, up, of_rows
+                self.down.backward(weights, inner, rows[part], gradients, via=via), gate, up, row_weights
             )
-            here = ops.embedding(routing.tokens[part], flat), None
-            drows = self.gate.backward(weights, here, dgate, gradients, via=via)
-            drows = self.up.backward(weights, here, dup, gradients, drows, via=via)
+            inputs = ops.embedding(routing.tokens[part], flat), None
+            drows = self.gate.backward(weights, inputs, dgate, gradients, via=via)
+            drows = self.up.backward(weights, inputs, dup, gradients, drows, via=via)
             rows = placed(rows, part, drows)
-            of_weights.append((part, dw))
-        dx = self._backward_of_choice(p, flat, routing, of_weights, g)
+            dweights.append((part, dw))
+        dx = self._backward_of_choice(p, flat, routing, dweights, g)
         ops.embedding_backward(routing.tokens, rows, dx)
         dx = dx.reshape(x.shape)
-        return dx if self.shared is None else self.shared.backward_onto(p, of_shared, dy, g, dx)
+        return dx if self.shared is None else self.shared.backward_onto(p, saved_shared, dy, g, dx)
 
     def _backward_of_choice(
-        self, p: Weights, x: Any, routing: Routing, of_weights: list[tuple[slice, Any]], g: Gradients
+        self, p: Weights, x: Any, routing: Routing, dweights: list[tuple[slice, Any]], g: Gradients
     ) -> Any:
-        """Return the router's contribution to dx (T, C); of_weights: gradients of the rows' weights."""
-        (_, dw), *more = of_weights
-        if more:
+        """Return the router's contribution to dx (T, C); dweights: gradients of the rows' weights."""
+        (_, dw), *rest = dweights
+        if rest:
             dw = routing.weights.astype(dw.dtype)
-            for part, values in of_weights:
+            for part, values in dweights:
                 dw[part] = values
         dlogits = ops.route_backward(
             dw, routing.weights, routing.p, routing.chosen, routing.rows, self.normalized
@@ -221,8 +221,8 @@ class Experts(Composite, AddsInForward):
         """Call the observers with the inputs of some experts' matrices; starts: each expert's first row."""
         for observe in OBSERVERS:
             plain = ops.swiglu(gate, up)  # without weights, as in llama.cpp, which applies them after `down`
-            for linear, x_of in (self.gate, rows), (self.up, rows), (self.down, plain):
-                observe(linear.weight, x_of, starts)
+            for linear, x in (self.gate, rows), (self.up, rows), (self.down, plain):
+                observe(linear.weight, x, starts)
 
 
 def placed(rows: Any, part: slice, values: Any) -> Any:

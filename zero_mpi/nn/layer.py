@@ -84,14 +84,14 @@ class Cache:
 
     def extend(self, layer: Layer, k: Any, v: Any, stop: int) -> tuple[Any, Any]:
         """Return a layer's keys and values so far, in arrays like k and v with at least `stop` positions."""
-        stored = self.entries.get(id(layer))
-        if stored is None or stored[0].shape[1] < stop:
-            grown = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
-            if stored is not None:
-                for new, old in zip(grown, stored, strict=True):
+        entry = self.entries.get(id(layer))
+        if entry is None or entry[0].shape[1] < stop:
+            arrays = tuple(namespace(k).zeros((x.shape[0], 2 * stop, *x.shape[2:]), x.dtype) for x in (k, v))
+            if entry is not None:
+                for new, old in zip(arrays, entry, strict=True):
                     new[:, : old.shape[1]] = old
-            stored = self.entries[id(layer)] = grown
-        return stored
+            entry = self.entries[id(layer)] = arrays
+        return entry
 
 
 class Layer:
@@ -276,6 +276,6 @@ def initial_values(name: str, param: Param, seed: int, start: int, stop: int) ->
             first, last = max(start, begin), min(stop, begin + DRAW_BLOCK)
             count, counter = last - begin, [0, 0, 0, begin // DRAW_BLOCK]
             generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
-            drawn = normals(generator, count + count % 2)  # `--bits portable` draws pairs
-            values[first - start : last - start] = drawn[first - begin : count] * np.float32(param.std)
+            draws = normals(generator, count + count % 2)  # `--bits portable` draws pairs
+            values[first - start : last - start] = draws[first - begin : count] * np.float32(param.std)
     return values

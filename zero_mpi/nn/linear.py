@@ -98,8 +98,8 @@ class Linear(AddsInForward):
             observe(self.weight, x, None)
         bias = some(p[self.bias], part) if self.bias else None
         w = self._matrix(p, part)
-        packed = isinstance(w, PackedMatrix)
-        y = w.linear(x, bias, residual) if packed else via.linear(x, w, bias, residual)
+        is_packed = isinstance(w, PackedMatrix)
+        y = w.linear(x, bias, residual) if is_packed else via.linear(x, w, bias, residual)
         if self.adapter is not None and narrow is not None:
             y = self.adapter.add_to(y, p, narrow, part, via)
         return y, saved
@@ -116,12 +116,12 @@ class Linear(AddsInForward):
     ) -> Any:
         """Return dx for a part of the rows of W, added to `into` if it is given."""
         adapter = self.adapter
-        own = copied(dy[..., : -adapter.rows]) if isinstance(adapter, AddedRows) else dy
+        dy_base = copied(dy[..., : -adapter.rows]) if isinstance(adapter, AddedRows) else dy
         if self.weight in g:
-            via.linear_backward_w(own, saved[0], some(g[self.weight], part))
+            via.linear_backward_w(dy_base, saved[0], some(g[self.weight], part))
         if self.bias and self.bias in g:
-            ops.linear_backward_b(own, some(g[self.bias], part))
-        dx = via.linear_backward_x(own, self._matrix(p, part), into)
+            ops.linear_backward_b(dy_base, some(g[self.bias], part))
+        dx = via.linear_backward_x(dy_base, self._matrix(p, part), into)
         return dx if adapter is None else adapter.backward(p, saved, dy, g, dx, part, via)
 
     def loss(self, p: Weights, x: Any, targets: Any, scale: float, g: Gradients | None) -> tuple[Scalar, Any]:
@@ -135,8 +135,8 @@ class Linear(AddsInForward):
         step = chunk_rows(len(flat), self._params[self.weight].shape[0])
         for part in (slice(start, start + step) for start in range(0, len(flat), step)):
             y, saved = self.forward(p, flat[part])  # the fused operation does not support adapters
-            added, dy = ops.cross_entropy(y, ids[part], scale)
-            loss = loss + added
+            part_loss, dy = ops.cross_entropy(y, ids[part], scale)
+            loss = loss + part_loss
             if g is not None:
                 self.backward(p, saved, dy, g, dx.reshape(flat.shape)[part])
         return loss, dx

@@ -127,41 +127,41 @@ class Distilled(CrossEntropy):
         to_device, flat = device.in_use().from_host, x.reshape(-1, x.shape[-1])
         rows = np.flatnonzero(self.targets.reshape(-1) != UNCOUNTED)
         records, targets = self.records[rows], to_device(self.targets.reshape(-1)[rows])
-        there, dx, loss = records["rest"] + records["logp"].sum(axis=-1) != 0, zeros_of(flat, x.dtype), 0.0
+        mask, dx, loss = records["rest"] + records["logp"].sum(axis=-1) != 0, zeros_of(flat, x.dtype), 0.0
         step = chunk_rows(len(rows), self.vocab)
         for part in (slice(start, start + step) for start in range(0, len(rows), step)):
-            some = to_device(rows[part])
-            z, saved = head.forward(p, flat[some])
+            indices = to_device(rows[part])
+            z, saved = head.forward(p, flat[indices])
             hard, dz = ops.cross_entropy(z, targets[part], (1 - self.weight) * self.scale * factor)
-            soft, slopes = self.divergence(z, targets[part], to_device(there[part]), records[part])
+            soft, slopes = self.divergence(z, targets[part], to_device(mask[part]), records[part])
             slopes *= self.weight * self.scale * factor
             dz += slopes
             loss = loss + hard / factor + soft * self.weight * self.scale
-            dx[some] = head.backward(p, saved, dz.astype(z.dtype, copy=False), g)
+            dx[indices] = head.backward(p, saved, dz.astype(z.dtype, copy=False), g)
         return loss, dx.reshape(x.shape)
 
-    def divergence(self, z: Any, targets: Any, there: Any, records: Array) -> tuple[Any, Any]:
+    def divergence(self, z: Any, targets: Any, mask: Any, records: Array) -> tuple[Any, Any]:
         """Return the summed divergence for logits (n, V), and its gradient (n, V)."""
         xp, to_device = namespace(z), device.in_use().from_host
-        at = xp.arange(len(z))[:, None]
+        rows = xp.arange(len(z))[:, None]
         ids, logp, rest = (to_device(np.ascontiguousarray(records[name])) for name in ("ids", "logp", "rest"))
         ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
         share = ops.cross_entropy(self.cooled(z), targets, 1.0)[1].astype(np.float32, copy=False)
-        share[at[:, 0], targets] += 1  # the softmax, from the gradient of the cross-entropy
-        found, wanted = share[at, ids].astype(np.float64), exps(logp)
-        others = xp.maximum(LEAST, 1 - found.sum(axis=-1))
-        terms = (wanted * (logp - logs(xp.maximum(LEAST, found)))).sum(axis=-1)
-        terms += exps(rest) * (rest - logs(others))
-        share *= ((others - exps(rest)) / others)[:, None].astype(np.float32)
-        share[at, ids] = (found - wanted).astype(np.float32)
-        share[~there] = 0
+        share[rows[:, 0], targets] += 1  # the softmax, from the gradient of the cross-entropy
+        student, teacher = share[rows, ids].astype(np.float64), exps(logp)
+        remainder = xp.maximum(LEAST, 1 - student.sum(axis=-1))
+        terms = (teacher * (logp - logs(xp.maximum(LEAST, student)))).sum(axis=-1)
+        terms += exps(rest) * (rest - logs(remainder))
+        share *= ((remainder - exps(rest)) / remainder)[:, None].astype(np.float32)
+        share[rows, ids] = (student - teacher).astype(np.float32)
+        share[~mask] = 0
         share /= np.float32(self.temperature)
-        return terms[there].sum(), share
+        return terms[mask].sum(), share
 
     def cooled(self, z: Any) -> Any:
-        found = pool_of(device.in_use()).take(z.shape, z.dtype)
-        namespace(z).divide(z, z.dtype.type(self.temperature), out=found)
-        return found
+        logits = pool_of(device.in_use()).take(z.shape, z.dtype)
+        namespace(z).divide(z, z.dtype.type(self.temperature), out=logits)
+        return logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,22 +184,21 @@ class PartLosses(HeadLoss):
 class Segment:
     """Consecutive positions of a row, whose targets' log-probabilities are summed.
 
-    A segment begins with the first counted target and ends with the last. The length is padded to a power of
-    two or a multiple of an eighth of the row, so that few shapes and buffer sizes occur; the added positions
-    are ignored.
+    A segment spans the first to the last counted target. Its length is padded to a power of two or a multiple
+    of an eighth of the row, so that few shapes and buffer sizes occur; the added positions are ignored.
     """
 
     def __init__(self, row: int, span: slice, targets: Array) -> None:
-        counted = np.flatnonzero(targets[row, span] != UNCOUNTED)
-        first, last = (counted[0], counted[-1]) if counted.size else (0, 0)
+        positions = np.flatnonzero(targets[row, span] != UNCOUNTED)
+        first, last = (positions[0], positions[-1]) if positions.size else (0, 0)
         size, start, stop = targets.shape[1], span.start + int(first), span.start + int(last) + 1
         step = -(-size // ROW_STEPS)
         length = min(size, 1 << (stop - start - 1).bit_length(), -(-(stop - start) // step) * step)
         first = min(start, size - length)
         self.part = row, slice(first, first + length)
-        kept = np.full(length, UNCOUNTED, np.int64)
-        kept[start - first : stop - first] = targets[row, start:stop]
-        self.targets = device.in_use().from_host(kept)
+        ids = np.full(length, UNCOUNTED, np.int64)
+        ids[start - first : stop - first] = targets[row, start:stop]
+        self.targets = device.in_use().from_host(ids)
 
 
 class SequenceLoss(HeadLoss):
@@ -222,14 +221,14 @@ class SequenceLoss(HeadLoss):
         self.sums = [-float(nll) for nll in self.evaluate(head, p, x)]
         loss, slopes = self._criterion(self.sums)
         dx = zeros_of(x, x.dtype)
-        for each, slope in zip(self._segments, slopes, strict=True):
+        for segment, slope in zip(self._segments, slopes, strict=True):
             if slope:
-                dy = head.loss(p, x[each.part], each.targets, -slope * factor, g)[1]
-                dx[each.part] += dy
+                dy = head.loss(p, x[segment.part], segment.targets, -slope * factor, g)[1]
+                dx[segment.part] += dy
         return loss, dx
 
     def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
-        return [head.evaluate(p, x[each.part], each.targets, 1.0) for each in self._segments]
+        return [head.evaluate(p, x[segment.part], segment.targets, 1.0) for segment in self._segments]
 
 
 def loss_with(targets: Any, scale: float) -> HeadLoss | None:
@@ -238,9 +237,9 @@ def loss_with(targets: Any, scale: float) -> HeadLoss | None:
 
 
 def zeros_of(x: Any, dtype: Any) -> Any:
-    found = pool_of(device.in_use()).take(x.shape, dtype)
-    found.fill(0)
-    return found
+    zeros = pool_of(device.in_use()).take(x.shape, dtype)
+    zeros.fill(0)
+    return zeros
 
 
 def rows_that_count(targets: Any) -> Any:
@@ -251,7 +250,7 @@ def rows_that_count(targets: Any) -> Any:
     """
     if type(targets) is not np.ndarray:
         return None
-    counts = targets.reshape(-1) != UNCOUNTED
-    step = -(-counts.size // ROW_STEPS)
-    most = -(-max(1, int(np.count_nonzero(counts))) // step) * step
-    return np.sort(np.argsort(~counts, kind="stable")[:most]) if most < counts.size else None
+    mask = targets.reshape(-1) != UNCOUNTED
+    step = -(-mask.size // ROW_STEPS)
+    count = -(-max(1, int(np.count_nonzero(mask))) // step) * step
+    return np.sort(np.argsort(~mask, kind="stable")[:count]) if count < mask.size else None

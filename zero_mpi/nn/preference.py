@@ -59,8 +59,8 @@ class Preference:
         if not all(map(math.isfinite, sums)):
             return Scored([math.nan], [math.nan] * len(sums))
         if self.is_unpaired:
-            found = [self._kto(number, ratio, kl) for number, ratio in zip(numbers, sums, strict=True)]
-            return Scored([term for term, _ in found], [slope for _, slope in found])
+            pairs = [self._kto(number, ratio, kl) for number, ratio in zip(numbers, sums, strict=True)]
+            return Scored([term for term, _ in pairs], [slope for _, slope in pairs])
         by_pair = [
             PAIRWISE[self.name](self, *sums[place : place + 2], *map(float, counts[place : place + 2]))
             for place in range(0, len(sums), 2)
@@ -74,14 +74,14 @@ class Preference:
 
 
 def dpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    d, smooth = self.beta * (C - R), self.label_smoothing
-    slope = -self.beta * (sigmoid(-d) - smooth)
-    return -(1 - smooth) * log_sigmoid(d) - smooth * log_sigmoid(-d), slope, -slope
+    d, smoothing = self.beta * (C - R), self.label_smoothing
+    slope = -self.beta * (sigmoid(-d) - smoothing)
+    return -(1 - smoothing) * log_sigmoid(d) - smoothing * log_sigmoid(-d), slope, -slope
 
 
 def ipo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:
-    over = C / nc - R / nr - 1 / (2 * self.beta)
-    return over * over, 2 * over / nc, -2 * over / nr
+    margin = C / nc - R / nr - 1 / (2 * self.beta)
+    return margin * margin, 2 * margin / nc, -2 * margin / nr
 
 
 def simpo(self: Preference, C: float, R: float, nc: float, nr: float) -> Pair:

@@ -108,9 +108,9 @@ class Muon(MatrixRule):
         return x.T if tall else x
 
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
-        by_chunks = part.parameters.reshape(len(part.decay), -1)
-        by_chunks *= (1.0 - lr * part.decay)[:, None].astype(np.float32)
-        by_chunks -= part.gradients.reshape(by_chunks.shape)  # `direct` has multiplied by the learning rate
+        chunks = part.parameters.reshape(len(part.decay), -1)
+        chunks *= (1.0 - lr * part.decay)[:, None].astype(np.float32)
+        chunks -= part.gradients.reshape(chunks.shape)  # `direct` has multiplied by the learning rate
         if part.low is not None:
             device.in_use().copy(part.low, part.parameters)
 
@@ -125,4 +125,4 @@ def norm(x: Array) -> Scalar:
     sums = [ops.chunk_squares(flat[:full], QUANTUM)] if full else []
     if flat.size > full:
         sums.append(ops.chunk_squares(flat[full:], flat.size - full))
-    return namespace(x).sqrt(sum(each.sum() for each in sums))
+    return namespace(x).sqrt(sum(part.sum() for part in sums))

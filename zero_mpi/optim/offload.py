@@ -79,12 +79,12 @@ class Offload:
 
     def states(self, sizes: Iterable[tuple[int, int, Sequence[str]]]) -> list[HostState]:
         """Return a HostState for each (elements, quantum, names); allocate buffers for the longest chunk."""
-        made = [HostState(self.where, *size) for size in sizes]
-        longest = max((min(states.size, states.chunk) for states in made), default=0)
-        arrays = max((len(states) for states in made), default=0) + self.masters
+        host_states = [HostState(self.where, *size) for size in sizes]
+        longest = max((min(states.size, states.chunk) for states in host_states), default=0)
+        arrays = max((len(states) for states in host_states), default=0) + self.masters
         self.buffers = [GpuBuffers(self.where, longest, arrays) for _ in range(BUFFER_SETS)]
         self.where.synchronize()  # the compute stream may still use this memory
-        return made
+        return host_states
 
     def through(self, states: HostState, *more: Array) -> Iterator[tuple[slice, list[Array]]]:
         """Yield (part, arrays on the GPU) chunk by chunk: the states, and `more` host arrays of equal length.
@@ -92,18 +92,18 @@ class Offload:
         The caller launches work that may change the arrays. The next iteration copies them back.
         """
         self._up.wait_event(states.stored)  # wait for the chunks of the previous step
-        for part, own in states.chunks():
-            there = [*own, *(array[part] for array in more)]
+        for part, chunk in states.chunks():
+            on_host = [*chunk, *(array[part] for array in more)]
             buffer, self._turn = self.buffers[self._turn], (self._turn + 1) % BUFFER_SETS
-            here = [array[: part.stop - part.start] for array in buffer.arrays[: len(there)]]
+            on_gpu = [array[: part.stop - part.start] for array in buffer.arrays[: len(on_host)]]
             self._up.wait_event(buffer.emptied)
-            self._copy(here, there, self._cuda.runtime.memcpyHostToDevice, self._up)
+            self._copy(on_gpu, on_host, self._cuda.runtime.memcpyHostToDevice, self._up)
             buffer.filled.record(self._up)
             self.where.stream.wait_event(buffer.filled)
-            yield part, here
+            yield part, on_gpu
             buffer.updated.record(self.where.stream)
             self._down.wait_event(buffer.updated)
-            self._copy(there, here, self._cuda.runtime.memcpyDeviceToHost, self._down)
+            self._copy(on_host, on_gpu, self._cuda.runtime.memcpyDeviceToHost, self._down)
             buffer.emptied.record(self._down)
         states.stored.record(self._down)
 

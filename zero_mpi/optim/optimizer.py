@@ -63,8 +63,8 @@ class ShardedOptimizer:
         decay_scale: Mapping[str, float] | None = None,
         ema: float | None = None,
     ) -> None:
-        what = type(self).__name__
-        instance(f"{what}: module", module, ShardedModule, "a ShardedModule")
+        label = type(self).__name__
+        instance(f"{label}: module", module, ShardedModule, "a ShardedModule")
         rules = {"*": rules} if isinstance(rules, Rule) else rules
         scales = {"lr_scale": lr_scale or {}, "decay_scale": decay_scale or {}}
         settings = {"lr": lr, "weight_decay": weight_decay, "ema": ema, "offload": offload, **scales}
@@ -77,7 +77,7 @@ class ShardedOptimizer:
             facts |= settings | {name: [*values.items()] for name, values in scales.items()}
             return make_offload(offload), facts
 
-        self._offload = agreed(module.comm, f"this {what}", prepare)
+        self._offload = agreed(module.comm, f"this {label}", prepare)
         self.module, self.rules = module, dict(rules)
         self.lr, self.weight_decay, self._scales = float(lr), float(weight_decay), scales["lr_scale"]
         self._chosen: dict[str, Rule] = {}  # rules by name, so that patterns are not matched in every step
@@ -122,18 +122,18 @@ class ShardedOptimizer:
         Rates rarely differ, so a unit has few segments. An element's update does not depend on the segments.
         """
         part, full = unit.updated[2], unit.unit
-        here = slice(part.start // full.quantum, -(-part.stop // full.quantum))
+        chunks = slice(part.start // full.quantum, -(-part.stop // full.quantum))
         decays, updates = list[float](), list[tuple[float, Rule]]()
         for name, param in full.params.items():
             count = full.chunks(name)
             decays += [matched(scales, name, float(param.decays))] * count
             updates += [(self.rate_factor(name), self.rule_of(name))] * count
         segments, start = list[Segment](), 0
-        for (factor, rule), same in groupby(updates[here]):
-            stop = start + full.quantum * sum(1 for _ in same)
+        for (factor, rule), group in groupby(updates[chunks]):
+            stop = start + full.quantum * sum(1 for _ in group)
             segments.append((slice(start, stop), factor, rule))
             start = stop
-        return device.in_use().from_host(np.array(decays[here], np.float64)), segments
+        return device.in_use().from_host(np.array(decays[chunks], np.float64)), segments
 
     def averages(self) -> Mapping[str, Array]:
         """Return the moving averages by unit (not copies); before any update they equal the parameters."""
@@ -210,7 +210,7 @@ class ShardedOptimizer:
         if self._offload is not None:
             return dict(zip(sizes, self._offload.states(sizes.values()), strict=True))
         zeros, kind = device.in_use().zeros, self.module.precision.master
-        return {of: {name: zeros(size, kind) for name in names} for of, (size, _, names) in sizes.items()}
+        return {key: {name: zeros(size, kind) for name in names} for key, (size, _, names) in sizes.items()}
 
     def _direct(self, lr: float, scale: float) -> Handle:
         """Turn gradients into directions on the owners of full matrices; send them to the updating ranks."""
@@ -219,12 +219,12 @@ class ShardedOptimizer:
             gradient, states = unit.gradient.sum, self.states[unit.name]
             for segment in unit.unit.segments(unit.part):
                 first, rule = segment.where.start, self.rule_of(segment.name)
-                inside = slice(first, first + unit.unit.chunks(segment.name) * unit.unit.quantum)
+                span = slice(first, first + unit.unit.chunks(segment.name) * unit.unit.quantum)
                 assert isinstance(rule, MatrixRule), "units of full matrices have only matrix rules"
-                own = {name: states[name][inside] for name in rule.states}
+                matrix_states = {name: states[name][span] for name in rule.states}
                 rate = lr * self.rate_factor(segment.name)
                 shape = unit.unit.params[segment.name].shape
-                rule.direct(segment.name, shape, gradient[inside], own, rate, scale)
+                rule.direct(segment.name, shape, gradient[span], matrix_states, rate, scale)
             handles.append(unit.gradient.start_publish())
         return AllOf(handles)
 
@@ -235,27 +235,27 @@ class ShardedOptimizer:
         decay = self.weight_decay * decays
         for part, p, states in self._chunks(unit, parameters):
             for segment, factor, rule in segments:
-                here = slice(max(segment.start, part.start), min(segment.stop, part.stop))
-                if here.start >= here.stop:
+                span = slice(max(segment.start, part.start), min(segment.stop, part.stop))
+                if span.start >= span.stop:
                     continue
-                own = slice(here.start - part.start, here.stop - part.start)
-                runs = slice(here.start // quantum, -(-here.stop // quantum))
-                rounded = None if low is None else low[here]
+                local = slice(span.start - part.start, span.stop - part.start)
+                runs = slice(span.start // quantum, -(-span.stop // quantum))
+                rounded = None if low is None else low[span]
                 names = () if isinstance(rule, MatrixRule) else rule.states
-                kept = {name: states[name][own] for name in names}
-                yield Part(p[own], gradients[here], kept, decay[runs], rounded), lr * factor, rule
+                views = {name: states[name][local] for name in names}
+                yield Part(p[local], gradients[span], views, decay[runs], rounded), lr * factor, rule
 
     def _chunks(self, unit: ShardedUnit, parameters: Array) -> Iterator[tuple[slice, Array, States]]:
         """Yield a unit's parameters and states on the device: all at once, or by chunks if offloaded."""
-        kept = self.states[unit.name]
-        if not isinstance(kept, HostState):
-            yield slice(0, parameters.size), parameters, kept
+        unit_states = self.states[unit.name]
+        if not isinstance(unit_states, HostState):
+            yield slice(0, parameters.size), parameters, unit_states
             return
         assert self._offload is not None
-        more = [parameters] if self._offload.masters else []
-        for part, arrays in self._offload.through(kept, *more):
-            rest = arrays[len(kept) :]
-            states = dict(zip(kept, arrays, strict=False))
+        masters = [parameters] if self._offload.masters else []
+        for part, arrays in self._offload.through(unit_states, *masters):
+            rest = arrays[len(unit_states) :]
+            states = dict(zip(unit_states, arrays, strict=False))
             yield part, rest[0] if rest else parameters[part], states
 
     def memory_bytes(self) -> int:
@@ -269,8 +269,8 @@ def bytes_of(states: States) -> int:
 
 def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
     """Return the value of the last pattern that matches a name, or `otherwise`."""
-    found = [value for pattern, value in values.items() if fnmatchcase(name, pattern)]
-    return found[-1] if found else otherwise
+    matches = [value for pattern, value in values.items() if fnmatchcase(name, pattern)]
+    return matches[-1] if matches else otherwise
 
 
 def check_scales(what: str, scales: Any, trained: Collection[str]) -> dict[str, float]:

@@ -185,8 +185,8 @@ class Case:
     def layout_config(self) -> LayoutConfig:
         names = ("strategy", "prefetch", "bucket_mb", "frozen", "precision")
         full = whole_matrices(self.optimizer, self.model)
-        named = {name: getattr(self, name) for name in names}
-        return LayoutConfig(**named, stored=self.model.stored, whole=full)
+        settings = {name: getattr(self, name) for name in names}
+        return LayoutConfig(**settings, stored=self.model.stored, whole=full)
 
     @cached_property
     def layout(self) -> Layout:
@@ -204,7 +204,7 @@ class Case:
     @property
     def trained(self) -> list[tuple[Unit, int]]:
         """The pairs of `slices` whose unit is trained."""
-        return [(unit, own) for unit, own in self.slices if unit.trainable]
+        return [(unit, count) for unit, count in self.slices if unit.trainable]
 
     @cached_property
     def squares(self) -> int:
@@ -212,8 +212,8 @@ class Case:
         names = stage_params(self.model.stages(self.recompute))
         return SquaresSum(runs_of(self.layout.units, names, self.owners), rank=0).size
 
-    def updated(self, unit: Unit, own: int) -> int:
-        return own if self.strategy.shards_moments else unit.length
+    def updated(self, unit: Unit, count: int) -> int:
+        return count if self.strategy.shards_moments else unit.length
 
 
 @lru_cache(maxsize=64)
@@ -224,10 +224,10 @@ def layout_of(case: Case) -> Layout:
 
 def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Case:
     """Return the case of a configuration. Raise UsageError if the configuration is impossible."""
-    wanted, on_gpu = config.transport, config.device == "cuda"
-    kinds.check_flag(wanted, on_gpu)
-    if wanted == kinds.SHARED.flag and ranks == nodes > 1:
-        raise UsageError(f"--transport {wanted}: each node has one rank; use --transport auto or mpi")
+    transport, on_gpu = config.transport, config.device == "cuda"
+    kinds.check_flag(transport, on_gpu)
+    if transport == kinds.SHARED.flag and ranks == nodes > 1:
+        raise UsageError(f"--transport {transport}: each node has one rank; use --transport auto or mpi")
     if config.strategy == "hybrid-shard" and on_gpu and nodes > 1:
         raise UsageError("--strategy hybrid-shard: with --device cuda expected one node; use full-shard")
     if config.offload != NONE and not on_gpu:
@@ -239,7 +239,7 @@ def make_case(config: Config, model: ModelConfig, ranks: int, nodes: int) -> Cas
         ranks=ranks,
         nodes=nodes,
         strategy_name=config.strategy,
-        transport_wanted=wanted,
+        transport_wanted=transport,
         exact_wanted=config.reduction == "exact",
         micro_batch=min(config.micro_batch, config.batch_size),
         precision_name=config.precision,

@@ -169,8 +169,8 @@ def elementwise(x: Array, reads: int) -> Array:
 
 def norm_backward(dy: Array, x: Array, w: Array, *others: Array | None, vectors: int) -> Array:
     """Return dx of a norm. `others`: statistics, gradients of the norm's vectors, and an addend of dx."""
-    gradients, plus = others[vectors : 2 * vectors], others[2 * vectors :]
-    dx = elementwise(x, reads=2 + any(array is not None for array in plus))
+    gradients, addends = others[vectors : 2 * vectors], others[2 * vectors :]
+    dx = elementwise(x, reads=2 + any(array is not None for array in addends))
     x.memory.norm_sums(x, sum(gradient is not None for gradient in gradients))
     return dx
 
@@ -205,11 +205,11 @@ def _(dy: Array, w: Array, into: Array | None = None) -> Array:
 @fake(ops.route)
 def _(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
     memory, (tokens, count) = logits.memory, logits.shape
-    p, chosen = memory.take(logits.shape, logits.dtype), memory.take((tokens, used), np.int64)
+    p, experts = memory.take(logits.shape, logits.dtype), memory.take((tokens, used), np.int64)
     rows, of_row = (memory.take((tokens * used,), np.int64) for _ in range(2))
     memory.passes(p, p)
     weights = memory.take((tokens * used, 1), logits.dtype)
-    return p, chosen, rows, of_row, weights, memory.take((count + 1,), np.int64)
+    return p, experts, rows, of_row, weights, memory.take((count + 1,), np.int64)
 
 
 def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, axis: int) -> Array:
@@ -248,16 +248,16 @@ def _(tokens: Array, dy: Array, dw: Array) -> None:
 
 @fake(ops.causal_attention)
 def _(q: Array, k: Array, v: Array, scale: float, begins: Array | None = None) -> tuple[Array, Any]:
-    y, kept = q.memory.attention(q, k, v, begins)
+    y, saved = q.memory.attention(q, k, v, begins)
     count_attention(q, k, q.shape[3] + v.shape[3], 3, begins)  # maximum, exponentials, weights
-    return y, (*kept, begins)
+    return y, (*saved, begins)
 
 
 @fake(ops.causal_attention_backward)
-def _(dy: Array, q: Array, k: Array, v: Array, kept: Any, scale: float) -> tuple[Array, Array, Array]:
+def _(dy: Array, q: Array, k: Array, v: Array, saved: Any, scale: float) -> tuple[Array, Array, Array]:
     memory = dy.memory
-    (dq, dk, dv), again = memory.attention_backward(dy, q, k, v, kept)
-    count_attention(q, k, (3 if again else 2) * q.shape[3] + 2 * v.shape[3], 4, kept[-1])
+    (dq, dk, dv), recompute = memory.attention_backward(dy, q, k, v, saved)
+    count_attention(q, k, (3 if recompute else 2) * q.shape[3] + 2 * v.shape[3], 4, saved[-1])
     return dq, dk, dv
 
 
@@ -321,8 +321,8 @@ def _(starts: Array, members: slice, count: int) -> tuple[slice, Array]:
 
 @parted.register(FakeArray)
 def _(tokens: Array, first: int) -> tuple[Array, Array, Array]:
-    none = tokens.reshape(-1)[:0]  # assume no added tokens, since texts have few
-    return tokens, none, none
+    empty = tokens.reshape(-1)[:0]  # assume no added tokens, since texts have few
+    return tokens, empty, empty
 
 
 OF_ONE_LINE: dict[Any, Callable[..., Any]] = {
@@ -342,9 +342,9 @@ for _definition, _function in OF_ONE_LINE.items():
 signature = cache(inspect.signature)
 
 
-def one_pass(operation: Any, *given: Any, **named: Any) -> Any:
+def one_pass(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a fake operation: make the results in its signature and count a pass over each array."""
-    arguments, memory = signature(operation).bind(*given, **named).arguments, given[0].memory
+    arguments, memory = signature(operation).bind(*args, **kwargs).arguments, args[0].memory
     shapes = signatures.results_of(operation.signature, arguments)
     results = [0.0 if shape is None else memory.take(*shape) for shape in shapes]
     memory.passes(*(x for x in (*arguments.values(), *results) if isinstance(x, np.ndarray)))

@@ -51,8 +51,8 @@ class Machine:
 
     def joining(self, nodes: int) -> Machine:
         """Return the machine for `nodes` nodes, with the link of the outermost level that they use."""
-        needed = (level for level in self.levels if level.nodes is None or nodes <= level.nodes)
-        return replace(self, between=next(needed).link) if self.levels else self
+        levels = (level for level in self.levels if level.nodes is None or nodes <= level.nodes)
+        return replace(self, between=next(levels).link) if self.levels else self
 
 
 # 10 Gbit/s between nodes, and the rates of one core; `moves` is fitted to the steps in docs/benchmarks.md.
@@ -95,10 +95,10 @@ def assumed(on_gpu: bool, precision: str) -> Machine:
 
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
     """Return machine `base` with the values in `numbers`."""
-    for name, value in numbers.items():
+    for name, number in numbers.items():
         field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
-        changed: Any = replace(getattr(base, field), **{of_link: value}) if of_link else value
-        changes: dict[str, Any] = {field: int(value) if field == "memory" else changed}
+        speed: Any = replace(getattr(base, field), **{of_link: number}) if of_link else number
+        changes: dict[str, Any] = {field: int(number) if field == "memory" else speed}
         base = replace(base, **changes)
     return base
 
@@ -131,24 +131,24 @@ def read_doctor(path: Path) -> dict[str, float]:
     """Return the measured numbers of a doctor's JSON, by the names in `DOCTOR`; a speed of 0 is left out."""
     place = f"--doctor {shown(path)}"
     try:
-        found: Any = parse_json(read_file(path, MOST_DOCTOR))
+        report: Any = parse_json(read_file(path, MOST_DOCTOR))
     except FileError as error:
         raise UsageError(f"--doctor {error}") from None
     except ValueError as error:
         raise UsageError(f"{place}: not the JSON of zero-mpi doctor: {error}") from None
-    known = dict[str, float]()
+    speeds = dict[str, float]()
     for name, keys in DOCTOR.items():
-        value = found
+        value = report
         for key in keys.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < LARGEST:
                 raise UsageError(f"{place}: {keys} is {shown(value)}; expected a number of at least 0")
             if value or "seconds" in keys:
-                known[name] = float(value)
-    if not known:
+                speeds[name] = float(value)
+    if not speeds:
         raise UsageError(f"{place}: it contains no speed; expected keys such as links.node.alpha_seconds")
-    return known
+    return speeds
 
 
 class MachineFile(NamedTuple):
@@ -162,10 +162,10 @@ class MachineFile(NamedTuple):
 def read_machine(path: Path) -> MachineFile:
     """Return the contents of a machine file; raise UsageError naming the file and the invalid key."""
     place = f"--machine {shown(path)}"
-    found = read_tables("--machine", path)
-    refuse_unknown(place, found, (*TABLES, "network"))
-    node, rates = (checked(f"{place}: [{name}]", found.get(name), keys) for name, keys in TABLES.items())
-    levels = read_levels(place, found.get("network"))
+    tables = read_tables("--machine", path)
+    refuse_unknown(place, tables, (*TABLES, "network"))
+    node, rates = (checked(f"{place}: [{name}]", tables.get(name), keys) for name, keys in TABLES.items())
+    levels = read_levels(place, tables.get("network"))
     numbers = {
         "alpha_node": node["alpha_seconds"],
         "beta_node": 1 / node["bytes_per_second"],
@@ -179,20 +179,20 @@ def read_machine(path: Path) -> MachineFile:
     return MachineFile(node["ranks"], numbers, tuple(levels))
 
 
-def read_levels(place: str, found: Any) -> list[Level]:
+def read_levels(place: str, network: Any) -> list[Level]:
     """Return the levels of the network, innermost first; each level has more nodes than the previous one."""
-    if not isinstance(found, list) or not found:
-        raise UsageError(f"{place}: [[network]]: expected a table for each level, found {came(found)}")
+    if not isinstance(network, list) or not network:
+        raise UsageError(f"{place}: [[network]]: expected a table for each level, found {came(network)}")
     levels = list[Level]()
-    for number, table in enumerate(found, 1):
-        where, last = f"{place}: [[network]] {number}", number == len(found)
+    for number, table in enumerate(network, 1):
+        prefix, last = f"{place}: [[network]] {number}", number == len(network)
         if last and isinstance(table, dict) and "nodes" in table:
-            raise UsageError(f"{where}: nodes: leave it out of the last level, which joins all nodes")
-        level = checked(where, table, {key: LEVEL[key] for key in LEVEL if key != "nodes" or not last})
-        nodes, inside = level.get("nodes"), levels[-1].nodes if levels else 0
-        if nodes is not None and inside is not None and nodes <= inside:
+            raise UsageError(f"{prefix}: nodes: leave it out of the last level, which joins all nodes")
+        level = checked(prefix, table, {key: LEVEL[key] for key in LEVEL if key != "nodes" or not last})
+        nodes, previous = level.get("nodes"), levels[-1].nodes if levels else 0
+        if nodes is not None and previous is not None and nodes <= previous:
             raise UsageError(
-                f"{where}: nodes is {nodes}: expected more than the {inside} of the previous level; list "
+                f"{prefix}: nodes is {nodes}: expected more than the {previous} of the previous level; list "
                 "levels from the innermost to the outermost"
             )
         link = Link(level["alpha_seconds"], 1 / level["bytes_per_second"])
@@ -200,12 +200,12 @@ def read_levels(place: str, found: Any) -> list[Level]:
     return levels
 
 
-def refuse_unknown(place: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
+def refuse_unknown(place: str, table: Mapping[str, Any], keys: Sequence[str]) -> None:
     """Raise UsageError for an unknown key."""
     for key in table:
-        if key not in known:
-            meant = nearest(key, known) or f"; expected {', '.join(known)}"
-            raise UsageError(f"{place}: {show(key)} is not a key{meant}")
+        if key not in keys:
+            hint = nearest(key, keys) or f"; expected {', '.join(keys)}"
+            raise UsageError(f"{place}: {show(key)} is not a key{hint}")
 
 
 def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:

@@ -27,16 +27,16 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan's numbers by name, in bytes and seconds. Traffic is the bytes sent per step."""
-        given = self.traffic
+        traffic = self.traffic
         sums = {
-            "rank_0": given.sent[0],
-            "most_of_a_rank": given.sent.max(),
-            "all": given.sent.sum(),
-            "all_inside_nodes": given.inside.sum(),
-            "all_between_nodes": given.between.sum(),
-            "parameters": (given.parameters_inside + given.parameters_between).sum(),
-            "gradients": (given.gradients_inside + given.gradients_between).sum(),
-            "vectors": given.vectors.sum(),
+            "rank_0": traffic.sent[0],
+            "most_of_a_rank": traffic.sent.max(),
+            "all": traffic.sent.sum(),
+            "all_inside_nodes": traffic.inside.sum(),
+            "all_between_nodes": traffic.between.sum(),
+            "parameters": (traffic.parameters_inside + traffic.parameters_between).sum(),
+            "gradients": (traffic.gradients_inside + traffic.gradients_between).sum(),
+            "vectors": traffic.vectors.sum(),
         }
         return {
             "strategy": self.case.strategy_name,
@@ -81,12 +81,12 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
     """Return a point for each power-of-two number of ranks up to `most`."""
     points: list[Point] = []
     for ranks in (1 << power for power in range(most.bit_length())):
-        here = replace(case, ranks=ranks, nodes=-(-ranks // per_node))
-        time, memory = step_time(here, machine), plan_memory(here).total
-        speed = tokens_per_second(here, time)
-        alone = points[0].tokens_per_second if points else speed
-        took = memory, time.seconds, time.exposed, speed, speed / alone / ranks
-        points.append(Point(ranks, here.nodes, *took))
+        variant = replace(case, ranks=ranks, nodes=-(-ranks // per_node))
+        time, memory = step_time(variant, machine), plan_memory(variant).total
+        speed = tokens_per_second(variant, time)
+        base = points[0].tokens_per_second if points else speed
+        figures = memory, time.seconds, time.exposed, speed, speed / base / ranks
+        points.append(Point(ranks, variant.nodes, *figures))
     return points
 
 
@@ -98,8 +98,8 @@ def largest_micro_batch(case: Case, limit: int) -> int:
 
     def total(rows: int) -> int:  # bytes per rank for micro-batches of `rows` sequences
         try:
-            sized = replace(case, micro_batch=rows, batch_size=rows * case.rounds.micro_batches)
-            return plan_memory(sized).total
+            variant = replace(case, micro_batch=rows, batch_size=rows * case.rounds.micro_batches)
+            return plan_memory(variant).total
         except MemoryError:  # too large for the address space
             return sys.maxsize
 

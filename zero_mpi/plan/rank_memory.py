@@ -46,7 +46,7 @@ def called(title: str) -> Any:
 
 
 def titles(kind: Any) -> dict[str, str]:
-    return {each.name: each.metadata["title"] for each in fields(kind)}
+    return {entry.name: entry.metadata["title"] for entry in fields(kind)}
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,15 @@ ELSEWHERE = ("node_shared", "host")  # fields with memory that is not on rank 0'
 
 def plan_memory(case: Case) -> Memory:
     """Return the memory of a case."""
-    seen, kept, host = simulate(case, ROUNDS), Counter[str](), case.transport.pinned(case.ranks)
-    for unit, own in case.slices:
-        kept.update(bytes_of(case, unit, own))
-    away = {"moments": case.offload != NONE, "masters": case.offload == STATE, "snapshot": case.on_gpu}
-    for name, is_away in away.items():
-        if is_away:
-            host += kept[name]
-            kept[name] = 0
-    rounds, slices = case.rounds, tuple(own for _, own in case.trained)
+    simulation, nbytes, host = simulate(case, ROUNDS), Counter[str](), case.transport.pinned(case.ranks)
+    for unit, count in case.slices:
+        nbytes.update(bytes_of(case, unit, count))
+    on_host = {"moments": case.offload != NONE, "masters": case.offload == STATE, "snapshot": case.on_gpu}
+    for name, is_on_host in on_host.items():
+        if is_on_host:
+            host += nbytes[name]
+            nbytes[name] = 0
+    rounds, slices = case.rounds, tuple(count for _, count in case.trained)
     reductions = Reductions(
         ranks=case.ranks,
         nodes=case.nodes,
@@ -104,16 +104,16 @@ def plan_memory(case: Case) -> Memory:
         accumulates=case.strategy.shards_moments and len(rounds) > 1,
         replicated=case.hybrid,
     )
-    chunks = [min(case.updated(unit, own), chunk_of(unit.quantum)) for unit, own in case.trained]
+    chunks = [min(case.updated(unit, count), chunk_of(unit.quantum)) for unit, count in case.trained]
     gathers, buffers = (sum(map(padded, sizes)) for sizes in (case.layout.gathers, case.layout.buffers))
     return Memory(
-        **kept,
+        **nbytes,
         rooms=BUFFER_SETS * case.offloaded * BYTES * max(chunks, default=0),
-        gathered=-(-gathers // case.per_node) if case.shares_gathers else seen.gathered,
-        unpacked=seen.unpacked,
-        gradient_buffers=buffers if case.transport.shares_memory else seen.gradient_buffers,
-        activations=seen.activations,
-        logits=seen.logits,
+        gathered=-(-gathers // case.per_node) if case.shares_gathers else simulation.gathered,
+        unpacked=simulation.unpacked,
+        gradient_buffers=buffers if case.transport.shares_memory else simulation.gradient_buffers,
+        activations=simulation.activations,
+        logits=simulation.logits,
         transport=case.transport.scratch(reductions),
         workspace=KERNELS[case.device].workspace,
         node_shared=node_shared(case),
@@ -121,33 +121,33 @@ def plan_memory(case: Case) -> Memory:
     )
 
 
-def bytes_of(case: Case, unit: Unit, own: int) -> dict[str, int]:
+def bytes_of(case: Case, unit: Unit, count: int) -> dict[str, int]:
     """Return the bytes of a unit that are kept between rounds. Only a slice of a shared array counts."""
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
-    wide = case.sum_bytes
-    updated, averages = case.updated(unit, own), case.ema is not None
-    states = state_count(unit, case.qat) * (own if unit.whole else updated)
+    width = case.sum_bytes
+    updated, averages = case.updated(unit, count), case.ema is not None
+    states = state_count(unit, case.qat) * (count if unit.whole else updated)
     # With full gradients, a rank has a separate buffer for its summed shard, except for an allreduce.
-    summed = unit.length + own * (not case.allreduces)
+    summed = unit.length + count * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_full:
-        summed = own
+        summed = count
     # Each chunk of a slice has two sums of squares, each chunk of updated elements its weight decay.
-    numbers = 2 * -(-own // quantum) + -(-updated // quantum)
+    numbers = 2 * -(-count // quantum) + -(-updated // quantum)
     return {
-        "parameters": unit.kept_bytes(kind) * (own if keeps_slices(case) else unit.partition(1).length),
+        "parameters": unit.kept_bytes(kind) * (count if keeps_slices(case) else unit.partition(1).length),
         "masters": BYTES * updated * (case.precision.is_low and unit.kept_bytes(kind) < BYTES),
-        "gradients": wide * summed * trained,
-        "moments": wide * (states + averages * updated) * trained,
+        "gradients": width * summed * trained,
+        "moments": width * (states + averages * updated) * trained,
         "tables": NUMBER * numbers * trained,
-        "snapshot": saved_bytes(case, unit, own) * case.async_save,
+        "snapshot": saved_bytes(case, unit, count) * case.async_save,
     }
 
 
-def saved_bytes(case: Case, unit: Unit, own: int) -> int:
-    """Return the bytes that `own` elements take in a checkpoint: parameters, moments, averages."""
-    trained, averages, wide = unit.trainable, case.ema is not None, case.sum_bytes
+def saved_bytes(case: Case, unit: Unit, count: int) -> int:
+    """Return the bytes that `count` elements take in a checkpoint: parameters, moments, averages."""
+    trained, averages, width = unit.trainable, case.ema is not None, case.sum_bytes
     files = BYTES * (1 + averages) * (trained or case.model.lora is None)
-    return own * (files + wide * (state_count(unit, case.qat) * trained + (wide > BYTES)))
+    return count * (files + width * (state_count(unit, case.qat) * trained + (width > BYTES)))
 
 
 def checkpoint_bytes(case: Case) -> int:
@@ -168,9 +168,9 @@ def node_shared(case: Case) -> int:
         return 0
     layout, full = case.layout, list[int]()
     if case.shares_full:
-        full = [whole.length for whole in layout.full(case.owners)]
-    once = layout.gathers if case.shares_gathers else full
-    return window_bytes(once, layout.buffers, case.per_node) + RANK_BYTES * case.per_node
+        full = [partition.length for partition in layout.full(case.owners)]
+    arrays = layout.gathers if case.shares_gathers else full
+    return window_bytes(arrays, layout.buffers, case.per_node) + RANK_BYTES * case.per_node
 
 
 # Bytes of each rank (interpreter, NumPy, MPI) and of the files that a node's ranks share, without and with
@@ -235,16 +235,16 @@ def text_bytes(config: Config, model: ModelConfig) -> int:
 
     Large token files and large cached texts are mapped from disk and count as 0 bytes.
     """
-    held = 0
+    total = 0
     lists = [files_of(config.data) if config.data else library_files()]
     for files in [*lists, *([files_of(config.val_data)] if config.val_data else [])]:
         tokens = token_files(files)
-        found = sum(path.stat().st_size for _, path in tokens or files)
+        nbytes = sum(path.stat().st_size for _, path in tokens or files)
         width = 2 if model.vocab_size <= 1 << 16 else 4
-        ids = found if tokens else width * found // (1 if model.vocab_size <= 300 else BYTES_OF_TOKEN)
-        in_files = bool(tokens) or (found >= LEAST and folder() is not None)
-        held += 0 if in_files and ids > MOST_HELD else ids
-    return held
+        ids = nbytes if tokens else width * nbytes // (1 if model.vocab_size <= 300 else BYTES_OF_TOKEN)
+        in_files = bool(tokens) or (nbytes >= LEAST and folder() is not None)
+        total += 0 if in_files and ids > MOST_HELD else ids
+    return total
 
 
 def text_of(corpus: Corpus) -> int:
@@ -290,8 +290,8 @@ def find_problem(nodes: list[NodeInfo], config: Config, model: ModelConfig, rank
         if not config.frozen and least > node.limits.memory:
             return refusal(node, model, "parameters, gradients and moments", least)
     # Assume equally many ranks per node or, if that is impossible, one node with all ranks.
-    whole = len(nodes) if ranks % len(nodes) == 0 else 1
-    case = make_case(replace(config, device="cpu"), model, ranks, whole)
+    count = len(nodes) if ranks % len(nodes) == 0 else 1
+    case = make_case(replace(config, device="cpu"), model, ranks, count)
     case = replace(case, transport_wanted=kinds.SERIAL) if ranks == 1 else case
     check_sums(case)
     memory, text = plan_memory(case), text_bytes(config, model)  # computed once for all nodes
@@ -307,28 +307,28 @@ def node_problem(node: NodeInfo, model: ModelConfig, arrays: int, text: int, sha
 
     Each rank will allocate the bytes of `arrays` and `text`, and the node `shared` bytes in addition.
     """
-    needed = node.ranks * (arrays + text) + shared
-    if needed > node.limits.memory:
-        return refusal(node, model, f"arrays and text of {node.ranks} rank(s)", needed)
-    for option, limit, each in (
+    total = node.ranks * (arrays + text) + shared
+    if total > node.limits.memory:
+        return refusal(node, model, f"arrays and text of {node.ranks} rank(s)", total)
+    for option, limit, nbytes in (
         ("-v", node.limits.address_space, node.mapped + arrays + text + shared),
         ("-d", node.limits.data, node.written + arrays + text),
     ):
-        if limit is not None and each > limit:
+        if limit is not None and nbytes > limit:
             return (
-                f"not enough memory: a rank on {node.name} needs about {size(each)}, but ulimit {option} "
+                f"not enough memory: a rank on {node.name} needs about {size(nbytes)}, but ulimit {option} "
                 f"allows {size(limit)}: put ulimit {option} unlimited into the job script, or use {REMEDIES}"
             )
     return ""
 
 
-def refusal(node: NodeInfo, model: ModelConfig, what: str, needed: int) -> str:
+def refusal(node: NodeInfo, model: ModelConfig, purpose: str, nbytes: int) -> str:
     """Return a line with the planned memory, the allowed memory, and the remedy."""
     limits = node.limits
     by_group = limits.group_free is not None and limits.group_free <= limits.available
-    by = f"its control group has {size(limits.memory)} left of {size(limits.group_memory or 0)}"
-    allowed = by if by_group else f"{size(limits.memory)} are free"
+    group = f"its control group has {size(limits.memory)} left of {size(limits.group_memory or 0)}"
+    limit = group if by_group else f"{size(limits.memory)} are free"
     return (
-        f"not enough memory: {what} need about {size(needed)} on {node.name} ({elements(model):,} "
-        f"parameters), but {allowed}: {ASK}, or use {REMEDIES}"
+        f"not enough memory: {purpose} need about {size(nbytes)} on {node.name} ({elements(model):,} "
+        f"parameters), but {limit}: {ASK}, or use {REMEDIES}"
     )

@@ -41,21 +41,21 @@ def head(title: str, plans: Sequence[Plan]) -> str:
     return f"{title:{TITLE + 2}}" + "".join(f"{plan.case.strategy_name:>{COLUMN}}" for plan in plans)
 
 
-def report(plans: Sequence[Plan], machine: Machine, known: Sequence[str]) -> Iterator[str]:
+def report(plans: Sequence[Plan], machine: Machine, rates: Sequence[str]) -> Iterator[str]:
     """Yield all lines of a report."""
-    yield from introduction(plans[0].case, machine, known)
+    yield from introduction(plans[0].case, machine, rates)
     yield from ("", *memory_lines(plans), "", *traffic_lines(plans))
     yield from ("", head("time per step", plans), *rows(plans, TIME))
     if machine.memory is not None:
-        fitting = [counted(plan.largest) for plan in plans if plan.largest is not None]
+        counts = [counted(plan.largest) for plan in plans if plan.largest is not None]
         yield from (
             "",
             head(f"largest that fits into {size(machine.memory)}", plans),
-            row("micro-batch", fitting),
+            row("micro-batch", counts),
         )
 
 
-def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator[str]:
+def introduction(case: Case, machine: Machine, rates: Sequence[str]) -> Iterator[str]:
     """Yield lines with the planned case and the known and assumed speeds."""
     yield (
         f"{case.model.arch}, {elements(case.model):,} parameters; {case.ranks} rank(s) on {case.nodes} "
@@ -64,12 +64,12 @@ def introduction(case: Case, machine: Machine, known: Sequence[str]) -> Iterator
     )
     if case.model.stored:
         yield f"frozen base: {base(case)}"
-    between = machine.joining(case.nodes)
-    for title, wanted in (("given", True), ("assumed", False)):
+    speeds = machine.joining(case.nodes)
+    for title, is_given in (("given", True), ("assumed", False)):
         texts = [
-            f"{figure(attrgetter(place)(between))} {unit}"
+            f"{figure(attrgetter(place)(speeds))} {unit}"
             for name, (place, figure, unit) in RATES.items()
-            if (name in known) == wanted and (name != "host_bandwidth" or case.offloaded)
+            if (name in rates) == is_given and (name != "host_bandwidth" or case.offloaded)
         ]
         if texts:
             yield f"rates {title}: {', '.join(texts)}"
@@ -90,12 +90,12 @@ def base(case: Case) -> str:
 
 def kinds_of(case: Case) -> str:
     """Return the device, dtypes and offload as text; the defaults (CPU, float32, none) are left out."""
-    about = [f"; {case.device}, one GPU per rank"] * case.on_gpu
+    notes = [f"; {case.device}, one GPU per rank"] * case.on_gpu
     if case.precision.is_low:
-        about.append(f"; {case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
+        notes.append(f"; {case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
     if case.offloaded:
-        about.append(f"; moments{' and fp32 parameters' if case.offload == STATE else ''} on the host")
-    return "".join(about)
+        notes.append(f"; moments{' and fp32 parameters' if case.offload == STATE else ''} on the host")
+    return "".join(notes)
 
 
 def memory_lines(plans: Sequence[Plan]) -> Iterator[str]:
@@ -111,13 +111,13 @@ def traffic_lines(plans: Sequence[Plan]) -> Iterator[str]:
     yield from (head("bytes sent per step", plans), *rows(plans, TRAFFIC))
 
 
-def ask_lines(found: Sequence[Resident]) -> Iterator[str]:
+def ask_lines(nodes: Sequence[Resident]) -> Iterator[str]:
     """Yield the memory to request from a batch system, and its parts."""
     for name, title in titles(Resident).items():
-        sizes = [getattr(node, name) for node in found]
+        sizes = [getattr(node, name) for node in nodes]
         if any(sizes) or name != "sample":  # the sample is listed only if it is requested
             yield row(title, map(size, sizes))
-    yield row("to request, per node", [gibibytes(node.ask) for node in found])
+    yield row("to request, per node", [gibibytes(node.ask) for node in nodes])
 
 
 def counted(count: int) -> str:

@@ -74,11 +74,11 @@ class StepScript:
         self.memory = memory
         self.events: list[StepEvent] = []
 
-    def note(self, kind: str, unit: int = -1, what: str = "") -> None:
+    def note(self, kind: str, unit: int = -1, transfer: str = "") -> None:
         flop, moved = self.memory.spent()
         if flop or moved:
             self.events.append(StepEvent(COMPUTE, flop=flop, moved=moved))
-        self.events.append(StepEvent(kind, unit, what))
+        self.events.append(StepEvent(kind, unit, transfer))
 
 
 class SimulatedTransfer(Handle):
@@ -111,8 +111,8 @@ class ScriptedComm(SimulatedComm):
         return ModuleMemory([empty(w.length) if shared and w.length else None for w in full], BufferPool())
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
-        what, _, name = label.partition(" ")
-        kind = GATHER_SUMS if what == "gradients" else GATHER
+        purpose, _, name = label.partition(" ")
+        kind = GATHER_SUMS if purpose == "gradients" else GATHER
         return SimulatedTransfer(self.script, kind, self.numbers[name])
 
     def _reduce(self, asked: ReduceScatter) -> Handle:
@@ -125,7 +125,7 @@ class ScriptedComm(SimulatedComm):
 class FakeDistilled(Distilled):
     """Distillation loss on fake arrays, with as much memory as the real loss."""
 
-    def divergence(self, z: Any, targets: Any, there: Any, records: Array) -> tuple[Any, Any]:
+    def divergence(self, z: Any, targets: Any, mask: Any, records: Array) -> tuple[Any, Any]:
         return 0.0, ops.cross_entropy(self.cooled(z), targets, 1.0)[1]
 
     def cooled(self, z: Any) -> Any:

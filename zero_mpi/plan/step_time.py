@@ -73,7 +73,7 @@ class Player:
             elif event.kind in script.TRANSFERS:
                 self.start(event.kind, event.unit)
             elif event.kind == script.UPDATE:
-                self.update(sum(self.case.updated(unit, own) for unit, own in self.case.trained))
+                self.update(sum(self.case.updated(unit, count) for unit, count in self.case.trained))
             else:
                 self.sum_vector(event.kind)
 
@@ -94,10 +94,10 @@ class Player:
         if not self.overlaps:
             self.wait(self._complete.pop(key))
 
-    def wait(self, until: float) -> None:
-        late = max(0.0, until - self.now)
-        self.exposed += late
-        self.now += late
+    def wait(self, time: float) -> None:
+        delay = max(0.0, time - self.now)
+        self.exposed += delay
+        self.now += delay
 
     def sum_vector(self, kind: str) -> None:
         """Replay a sum of numbers over ranks: losses, log-probabilities, or squares of the gradient."""
@@ -105,7 +105,7 @@ class Player:
         numbers = case.summed + (kind == script.TOTAL) * (case.rounds.micro_batches + FLAGS)
         if kind == script.NORM:
             numbers = case.squares
-            self.compute(0.0, BYTES * sum(own for _, own in case.trained))
+            self.compute(0.0, BYTES * sum(count for _, count in case.trained))
             if case.hybrid:
                 case = replace(case, ranks=case.owners, nodes=1)
         seconds = allreduce_seconds(case, self.machine, rank_memory.NUMBER * numbers)
@@ -114,11 +114,11 @@ class Player:
 
     def update(self, elements: int) -> None:
         """Replay AdamW, with rounding in low precision, while offloaded states move to the GPU and back."""
-        kinds, begun = self.case.precision, self.now
+        kinds, start = self.case.precision, self.now
         self.compute(0.0, elements * (UPDATE_PASSES * BYTES + kinds.compute.itemsize * kinds.is_low))
         seconds = self.case.offloaded * BYTES * elements / self.machine.host_link
         self.communicated += seconds
-        self.wait(begun + seconds)
+        self.wait(start + seconds)
 
 
 def step_time(case: Case, machine: Machine) -> StepTime:
@@ -139,9 +139,9 @@ def played(case: Case, machine: Machine) -> StepTime:
     player = Player(case, machine)
     first, second = script.simulate(case).steps
     player.play(first)
-    before = player.time
+    warmup = player.time
     player.play(second)
-    return plus(player.time, before, -1.0)
+    return plus(player.time, warmup, -1.0)
 
 
 def tokens_per_second(case: Case, time: StepTime) -> float:
@@ -158,25 +158,25 @@ def gather_seconds(case: Case, machine: Machine, unit: int, itemsize: int) -> fl
     if case.shares_full or case.ranks == 1:
         return 0.0
     partition = case.partitions[unit]
-    own, length = itemsize * partition.counts[0], itemsize * partition.length
+    shard, length = itemsize * partition.counts[0], itemsize * partition.length
     if case.hybrid:
-        return ring_seconds(case.per_node, machine.node, own, length)
+        return ring_seconds(case.per_node, machine.node, shard, length)
     if case.shares_gathers and case.strategy.shards_parameters:  # ranks of a node share its link
-        of_node = itemsize * partition.bounds[case.per_node]
-        return ring_seconds(case.nodes, machine.between, of_node, length, rings=of_node // own)
-    return ring_seconds(case.ranks, slowest(case, machine), own, length)
+        node_bytes = itemsize * partition.bounds[case.per_node]
+        return ring_seconds(case.nodes, machine.between, node_bytes, length, rings=node_bytes // shard)
+    return ring_seconds(case.ranks, slowest(case, machine), shard, length)
 
 
-def ring_seconds(members: int, link: Link, part: int, whole: int, rings: int = 1) -> float:
+def ring_seconds(members: int, link: Link, part: int, total: int, rings: int = 1) -> float:
     """Return the seconds to pass parts around a ring until each member has all; short data use a tree.
 
-    The longest part has `part` bytes. In a ring it crosses all links; in a tree a member gets at most `whole`
+    The longest part has `part` bytes. In a ring it crosses all links; in a tree a member gets at most `total`
     bytes. Several `rings` divide the bytes over the same links, and their messages overlap.
     """
-    steps, short = members - 1, whole < SHORT * rings
-    moved = (min(steps * part, whole) if short else steps * part) * link.beta
+    steps, short = members - 1, total < SHORT * rings
+    transfer = (min(steps * part, total) if short else steps * part) * link.beta
     latency = (steps.bit_length() if short else steps) * link.alpha
-    return max(moved, latency + moved / rings)
+    return max(transfer, latency + transfer / rings)
 
 
 def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
@@ -184,32 +184,32 @@ def reduce_seconds(case: Case, machine: Machine, unit: int) -> float:
     if case.ranks == 1 or case.transport == kinds.SERIAL:
         return 0.0
     partition, mates, itemsize = case.partitions[unit], case.per_node, case.reduce_bytes
-    own = partition.counts[0]
-    added = own * (case.ranks * itemsize + BYTES) / machine.moves
+    count = partition.counts[0]
+    addition = count * (case.ranks * itemsize + BYTES) / machine.moves
     if case.transport == kinds.SHARED:  # the owner reads the memory of other ranks
-        return machine.node.alpha + max(added, itemsize * own * (case.ranks - 1) * machine.node.beta)
-    inside = itemsize * own * (mates - 1) * machine.node.beta
-    between = itemsize * mates * max(0, partition.length - own * mates) * machine.between.beta
-    chunks = -(-own // EXACT_CHUNK)
-    return chunks * slowest(case, machine).alpha + max(inside, between) + added * case.exact
+        return machine.node.alpha + max(addition, itemsize * count * (case.ranks - 1) * machine.node.beta)
+    inside = itemsize * count * (mates - 1) * machine.node.beta
+    between = itemsize * mates * max(0, partition.length - count * mates) * machine.between.beta
+    chunks = -(-count // EXACT_CHUNK)
+    return chunks * slowest(case, machine).alpha + max(inside, between) + addition * case.exact
 
 
-def chain_cost(case: Case, machine: Machine, length: int, own: int) -> Cost:
+def chain_cost(case: Case, machine: Machine, length: int, count: int) -> Cost:
     """Return the cost of passing a unit's sum from node to node in chunks, and back if all nodes need it.
 
     On the way back, inner nodes send in both directions. Sums are float32; a chunk is no longer than its
-    owner's slice of `own` elements. The last chunk crosses all links, which send chunks of other lanes and of
-    the next unit meanwhile.
+    owner's slice of `count` elements. The last chunk crosses all links, which send chunks of other lanes and
+    of the next unit meanwhile.
     """
     link, hops, nbytes = machine.between, case.nodes - 1, BYTES * length
-    chunk = BYTES * min(chain_chunk(case.nodes), own)
+    chunk = BYTES * min(chain_chunk(case.nodes), count)
     links = hops * (link.alpha + chunk * link.beta)
-    added = length / case.per_node * (case.per_node * case.reduce_bytes + BYTES) / machine.moves
+    addition = length / case.per_node * (case.per_node * case.reduce_bytes + BYTES) / machine.moves
     way = nbytes * link.beta
     back = way if case.nodes > 2 else 0.0  # two nodes send in opposite directions
     if case.hybrid:
-        return Cost(way + added + back, 2 * links)
-    return Cost(way + added + back / case.nodes, links)  # sums return only to their owners
+        return Cost(way + addition + back, 2 * links)
+    return Cost(way + addition + back / case.nodes, links)  # sums return only to their owners
 
 
 def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
@@ -219,8 +219,8 @@ def allreduce_seconds(case: Case, machine: Machine, nbytes: int) -> float:
     link, depth = slowest(case, machine), (case.ranks - 1).bit_length()
     if nbytes < SHORT:
         return depth * (link.alpha + nbytes * link.beta)
-    sharing, parts = (case.per_node, case.nodes) if case.nodes > 1 else (1, case.ranks)
-    return 2 * (depth * link.alpha + sharing * nbytes * (1 - 1 / parts) * link.beta)
+    mates, parts = (case.per_node, case.nodes) if case.nodes > 1 else (1, case.ranks)
+    return 2 * (depth * link.alpha + mates * nbytes * (1 - 1 / parts) * link.beta)
 
 
 def unit_cost(case: Case, machine: Machine, unit: int, kind: str) -> Cost:

@@ -45,15 +45,15 @@ class Route:
         return np.array(partition.counts, np.int64)
 
     def gathered(self, partition: Partition) -> Sent:
-        own = self.owned(partition)
-        return own * self.mates, own * (self.ranks - 1 - self.mates)
+        counts = self.owned(partition)
+        return counts * self.mates, counts * (self.ranks - 1 - self.mates)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Sent:
         """Return the elements that each rank sends in a reduction; `first`: True in a step's first round."""
-        own = self.owned(partition)
-        on_node = np.bincount(self.node, own).astype(np.int64)[self.node]
-        gives = (self.rank < contributors) | self.all_give
-        return (on_node - own) * gives, (partition.length - on_node) * gives
+        counts = self.owned(partition)
+        on_node = np.bincount(self.node, counts).astype(np.int64)[self.node]
+        senders = (self.rank < contributors) | self.all_give
+        return (on_node - counts) * senders, (partition.length - on_node) * senders
 
 
 class Lanes(Route):
@@ -66,16 +66,16 @@ class Lanes(Route):
     passes_sums = True
 
     def gathered(self, partition: Partition) -> Sent:
-        own = self.owned(partition)
-        return 0 * own, own * (self.nodes - 1)
+        counts = self.owned(partition)
+        return 0 * counts, counts * (self.nodes - 1)
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Sent:
-        own = self.owned(partition)
-        carried = np.bincount(self.local, own).astype(np.int64)[self.local]
+        counts = self.owned(partition)
+        lane = np.bincount(self.local, counts).astype(np.int64)[self.local]
         last = (contributors - 1) // self.per_node
-        inside = (partition.length - carried) * (self.rank < contributors)
-        forward = np.where(self.node < last, carried, np.where(self.node == last, carried - own, 0))
-        return inside, forward + own * ((self.node > 0) & (not first))
+        inside = (partition.length - lane) * (self.rank < contributors)
+        forward = np.where(self.node < last, lane, np.where(self.node == last, lane - counts, 0))
+        return inside, forward + counts * ((self.node > 0) & (not first))
 
 
 class ByNode(Route):
@@ -94,15 +94,15 @@ class ByNode(Route):
         return np.array(partition.counts, np.int64)[self.local]
 
     def gathered(self, partition: Partition) -> Sent:
-        own = self.owned(partition)
-        return own * (0 if self.shared else self.per_node - 1), 0 * own
+        counts = self.owned(partition)
+        return counts * (0 if self.shared else self.per_node - 1), 0 * counts
 
     def reduced(self, partition: Partition, contributors: int, first: bool) -> Sent:
-        own = self.owned(partition)
+        counts = self.owned(partition)
         last = (contributors - 1) // self.per_node
         neighbours = (self.node > 0).astype(np.int64) + (self.node < self.nodes - 1)
-        inside = (partition.length - own) * (self.rank < contributors)
-        return inside, own * ((self.node < last) + neighbours - (self.node != last))
+        inside = (partition.length - counts) * (self.rank < contributors)
+        return inside, counts * ((self.node < last) + neighbours - (self.node != last))
 
 
 def routes_of(case: Case) -> tuple[Route, Route]:
@@ -143,15 +143,15 @@ class Traffic:
 
 def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
     """Return the traffic of a step; `flags`: number of values that are sent with the losses."""
-    gathering, reducing = routes_of(case)
-    between = case.sum_bytes if reducing.passes_sums else case.reduce_bytes
-    widths = np.array([[case.reduce_bytes], [between]])
+    gather_route, reduce_route = routes_of(case)
+    width = case.sum_bytes if reduce_route.passes_sums else case.reduce_bytes
+    widths = np.array([[case.reduce_bytes], [width]])
     rounds = case.rounds
     kinds = Counter((rounds.contributors(number), number == 0) for number in range(len(rounds)))
     parameters, gradients = np.zeros((2, case.ranks), np.int64), np.zeros((2, case.ranks), np.int64)
     gathers = gathers_of(case)
     for number, (unit, partition) in enumerate(zip(case.layout.units, case.partitions, strict=True)):
-        gathered = np.stack(gathering.gathered(partition))
+        gathered = np.stack(gather_route.gathered(partition))
         parameters += case.kept_bytes(number) * gathers[number] * gathered
         if unit.trainable and case.allreduces:
             gradients[int(case.nodes > 1)] += case.reduce_bytes * partition.length
@@ -160,7 +160,7 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
                 # Each rank updates the full unit, so the float32 sums and Muon's directions are gathered.
                 gradients += case.sum_bytes * gathered * (1 + unit.whole)
             for kind, count in kinds.items():
-                gradients += widths * count * np.stack(reducing.reduced(partition, *kind))
+                gradients += widths * count * np.stack(reduce_route.reduced(partition, *kind))
     sums = case.summed * (1 + len(case.measured))
     losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # summed over all ranks
     vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares are summed over the owners

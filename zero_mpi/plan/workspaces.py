@@ -30,31 +30,31 @@ class Compiled(FakeMemory):
         block = sizes.LOW_BLOCK if tile else sizes.BLOCK
         size = sizes.head_weights(length, k.shape[1], block)
         keep = size <= sizes.KEPT_WEIGHTS
-        scores, more = (tile, 0) if tile else sizes.attention_tile(q, k, v, keep)[2:]
+        scores, extra = (tile, 0) if tile else sizes.attention_tile(q, k, v, keep)[2:]
         y = self.take((batch, length, heads, v.shape[3]), q.dtype)
         p = self.take((batch * heads * size if keep else scores,), q.dtype)
         sums = self.take((batch, length, heads, 1 if tile else 2))
-        self.take((scores + more,))
+        self.take((scores + extra,))
         return y, (p if keep else None, sums, y)
 
     def attention_backward(
-        self, dy: Array, q: Array, k: Array, v: Array, kept: Any
+        self, dy: Array, q: Array, k: Array, v: Array, saved: Any
     ) -> tuple[Gradients, bool]:
         """Return (dq, dk, dv), and True if backward computes the attention weights again."""
-        again, tile = kept[0] is None, low_tile(q, k)
-        scores, more = (tile, 0) if tile else sizes.attention_tile(q, k, v, not again)[2:]
-        buffers = [self.take((scores + more,))]
-        buffers += [self.take((scores,), q.dtype) for _ in range(again + bool(tile))]
+        recompute, tile = saved[0] is None, low_tile(q, k)
+        scores, extra = (tile, 0) if tile else sizes.attention_tile(q, k, v, not recompute)[2:]
+        buffers = [self.take((scores + extra,))]
+        buffers += [self.take((scores,), q.dtype) for _ in range(recompute + bool(tile))]
         gradients = sizes.gradients_like(q, k, v, self.take)
-        early = 0 if tile else sizes.early_keys(q.shape[1], k.shape[1])
-        buffers += [self.take((len(x), early, *x.shape[2:])) for x in (k, v)]
+        early_keys = 0 if tile else sizes.early_keys(q.shape[1], k.shape[1])
+        buffers += [self.take((len(x), early_keys, *x.shape[2:])) for x in (k, v)]
         if tile and (q.shape[1] > sizes.LOW_BLOCK or q.shape[2] > k.shape[2]):
             sequences, heads = sizes.tile_heads(q.shape[0], k.shape[2], q.shape[1], k.shape[1])
             for x in (k, v):
                 length = sequences * heads * x.shape[1] * x.shape[3]
                 buffers += [self.take((length,)), self.take((length,), x.dtype)]
         del buffers
-        return gradients, again
+        return gradients, recompute
 
     def moves_scores(self, q: Array, begins: Array | None) -> bool:
         return True
@@ -91,10 +91,10 @@ class OnGPU(Compiled):
         return y, (None, sums)
 
     def attention_backward(
-        self, dy: Array, q: Array, k: Array, v: Array, kept: Any
+        self, dy: Array, q: Array, k: Array, v: Array, saved: Any
     ) -> tuple[Gradients, bool]:
         gradients = sizes.gradients_like(q, k, v, self.take)
-        if kept[0] is None:
+        if saved[0] is None:
             heads = [self.take((x.size,), x.dtype) for x in (q, k, v, dy)]
             sums = [self.take((q.size,), q.dtype), self.take((k.size,)), self.take((v.size,))]
             scores = self.scores(q, k)
@@ -107,8 +107,8 @@ class OnGPU(Compiled):
     def scores(self, q: Array, k: Array) -> list[Array]:
         """Allocate the float32 scores of a block, and in low precision its weights; return both."""
         (batch, length, heads, _), total = q.shape, k.shape[1]
-        most = min(length, sizes.score_rows(batch * heads, total))
-        size = batch * heads * most * sizes.scores_across(total)
+        rows = min(length, sizes.score_rows(batch * heads, total))
+        size = batch * heads * rows * sizes.scores_across(total)
         return [self.take((size,)), *([self.take((size,), q.dtype)] if q.itemsize == 2 else [])]
 
     def moves_scores(self, q: Array, begins: Array | None) -> bool:

@@ -34,8 +34,8 @@ class Gradients:
     rounds    number of rounds in the sum, including the one being reduced
     """
 
-    def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None = None) -> None:
-        self.unit, self.context, self.sum, self.whole = unit, context, own, whole
+    def __init__(self, unit: Unit, context: Context, shard: Array, full: Array | None = None) -> None:
+        self.unit, self.context, self.sum, self.whole = unit, context, shard, full
         self.partition = unit.partition(context.comm.size)
         self.rounds = 0
         self._label = f"gradients {unit.name}"
@@ -69,12 +69,12 @@ class Gradients:
 class SlicedGradients(Gradients):
     """Gradients of a round in a borrowed buffer, which is then summed over ranks into the slices."""
 
-    def __init__(self, unit: Unit, context: Context, own: Array, whole: Array | None = None) -> None:
-        super().__init__(unit, context, own, whole)
+    def __init__(self, unit: Unit, context: Context, shard: Array, full: Array | None = None) -> None:
+        super().__init__(unit, context, shard, full)
         self._kind = context.precision.reduce
-        self._widens = self._kind != own.dtype  # the sum has a wider type than the gradients
+        self._widens = self._kind != shard.dtype  # the sum has a wider type than the gradients
         self._borrowed: Array | None = None
-        self._of_round = own[:0]
+        self._of_round = shard[:0]
         self._open: Views | None = None
         self._reduce: Handle | None = None
         self._views: dict[int, Views] = {}
@@ -103,9 +103,9 @@ class SlicedGradients(Gradients):
         self._reduce = self._start(self._of_round, contributors, accumulate)
         self.rounds += 1
 
-    def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
-        how: dict[str, Any] = {"contributors": contributors, "accumulate": accumulate, "label": self._label}
-        return self.context.comm.reduce_scatter(of_round, self.sum, self.partition, **how)
+    def _start(self, gradients: Array, contributors: int, accumulate: bool) -> Handle:
+        flags: dict[str, Any] = {"contributors": contributors, "accumulate": accumulate, "label": self._label}
+        return self.context.comm.reduce_scatter(gradients, self.sum, self.partition, **flags)
 
     def wait_reduce(self) -> None:
         if self._reduce is not None:
@@ -143,11 +143,11 @@ class ReplicatedGradients(SlicedGradients):
 class AllreducedGradients(ReplicatedGradients):
     """Gradients that a rank sums over rounds, and the MPI library sums over ranks once per step."""
 
-    def _start(self, of_round: Array, contributors: int, accumulate: bool) -> Handle:
+    def _start(self, gradients: Array, contributors: int, accumulate: bool) -> Handle:
         if accumulate:
-            only = "pass last=False to backward for every micro-batch but the last"
-            raise ValueError(f"gradients of this step are already reduced; with fast no-shard {only}")
-        return self.context.comm.allreduce(of_round, self._label)
+            remedy = "pass last=False to backward for every micro-batch but the last"
+            raise ValueError(f"gradients of this step are already reduced; with fast no-shard {remedy}")
+        return self.context.comm.allreduce(gradients, self._label)
 
     def start_gather(self) -> Handle:
         return DONE

@@ -61,7 +61,7 @@ class Graphs:
         if not plain or self._module.tallies.kinds or rows_that_count(loss.targets) is not None:
             return None
         rounds = [unit.gradient.rounds > 0 for unit in self._module.units]
-        shapes = [(given.shape, given.dtype) for given in (x, loss.targets)]
+        shapes = [(array.shape, array.dtype) for array in (x, loss.targets)]
         return (*shapes, loss.scale, self._module.loss_scale.factor, *rounds)
 
 
@@ -72,23 +72,23 @@ class Recorded:
         gpu = device.in_use()
         assert isinstance(gpu, Cuda), "graphs need a GPU"
         self._inputs = [gpu.from_host(x), gpu.from_host(loss.targets)]
-        others, gpu.activations = pool_of(gpu), Recycler(gpu)
+        pool, gpu.activations = pool_of(gpu), Recycler(gpu)
         self._pool, (ids, targets) = gpu.activations, self._inputs
         try:
             recorded = gpu.record(partial(work, ids, replace(loss, targets=targets)))
             self._graph, self._loss, self._memory = recorded
         finally:
-            gpu.activations = others
+            gpu.activations = pool
 
     def launch(self, x: Any, loss: CrossEntropy) -> Scalar:
         gpu = device.in_use()
-        for held, given in zip(self._inputs, (x, loss.targets), strict=True):
-            held[...] = gpu.from_host(given)
+        for buffer, array in zip(self._inputs, (x, loss.targets), strict=True):
+            buffer[...] = gpu.from_host(array)
         self._graph.launch(gpu.stream)
         return self._loss.copy()  # the next launch overwrites it
 
 
 def graphs_for(module: Any) -> Graphs | None:
     """Return a `Graphs` if ZERO_MPI_GPU_GRAPH is set and a single rank runs on a GPU, else None."""
-    wanted = environment.records_graphs() and isinstance(device.in_use(), Cuda) and module.comm.size == 1
-    return Graphs(module) if wanted else None
+    enabled = environment.records_graphs() and isinstance(device.in_use(), Cuda) and module.comm.size == 1
+    return Graphs(module) if enabled else None

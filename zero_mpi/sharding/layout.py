@@ -82,12 +82,12 @@ def is_trainable(name: str, frozen: Sequence[str]) -> bool:
     return not any(matches(name, pattern) for pattern in frozen)
 
 
-def check_patterns(what: str, patterns: Sequence[str], names: Collection[str]) -> None:
+def check_patterns(label: str, patterns: Sequence[str], names: Collection[str]) -> None:
     """Raise ValueError for a pattern that matches no name, which is most likely a typo."""
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             few = ", ".join(list(names)[:3])
-            raise ValueError(f"{what} pattern {pattern!r} matches no parameter; names are like {few}")
+            raise ValueError(f"{label} pattern {pattern!r} matches no parameter; names are like {few}")
 
 
 @dataclass(frozen=True)
@@ -133,24 +133,24 @@ def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
     """Return the layout of a model. Units of stored blocks are always gathered."""
     strategy, params = config.strategy, stage_params(list(stages))
     in_parts = [*cut_stacks(stages, config, params)]
-    apart = {name for _, _, parts in in_parts for _, units in parts for unit in units for name in unit.params}
-    stored = {name: kind for name, kind in config.stored.items() if name not in apart}
+    split = {name for _, _, parts in in_parts for _, units in parts for unit in units for name in unit.params}
+    stored = {name: kind for name, kind in config.stored.items() if name not in split}
     kinds = {name: config.kind_of(name, p) for name, p in params.items() if name not in config.stored}
-    loose = {name: params[name] for name in kinds if name not in apart}
+    rest = {name: params[name] for name in kinds if name not in split}
     if strategy.buckets:
-        units = units_by_bytes(loose, kinds.__getitem__, int(config.bucket_mb * 2**20))
+        units = units_by_bytes(rest, kinds.__getitem__, int(config.bucket_mb * 2**20))
     else:
-        units = (units_by_row if config.by_rows else units_by_scope)(stages, loose, kinds.__getitem__)
+        units = (units_by_row if config.by_rows else units_by_scope)(stages, rest, kinds.__getitem__)
     units = [*units, *block_units(stages, params, stored)]
     home = {name: number for number, unit in enumerate(units) for name in unit.params}
     uses = [tuple(dict.fromkeys(home[p] for p in stage.layer.params() if p in home)) for stage in stages]
     parts = dict[int, Parts]()
-    for stage, stack, found in in_parts:
+    for stage, stack, pieces in in_parts:
         numbers = []
-        for _, of_part in found:
-            numbers.append(tuple(range(len(units), len(units) + len(of_part))))
-            units += of_part
-        parts[stage] = Parts(stack.names, tuple(each for each, _ in found), tuple(numbers), stack.again)
+        for _, group in pieces:
+            numbers.append(tuple(range(len(units), len(units) + len(group))))
+            units += group
+        parts[stage] = Parts(stack.names, tuple(rows for rows, _ in pieces), tuple(numbers), stack.again)
     schedule = make_schedule(
         uses,
         [stage.layer.backward_reads_params for stage in stages],
@@ -182,8 +182,8 @@ def cut_stacks(
             case [stack] if all(users[name] == 1 for name in stack.names):
                 stacked = {name: params[name] for name in stack.names}
                 kinds = {name: config.kind_of(name, param) for name, param in stacked.items()}
-                most = int(config.bucket_mb * 2**20)
-                parts = part_units(stage.scope, stacked, kinds.__getitem__, config.stored, most)
+                limit = int(config.bucket_mb * 2**20)
+                parts = part_units(stage.scope, stacked, kinds.__getitem__, config.stored, limit)
                 if parts:
                     yield number, stack, parts
 
@@ -197,8 +197,8 @@ def layout_facts(stages: Sequence[Stage], config: LayoutConfig, units: Sequence[
     for unit in units:
         kind = "trained" if unit.trainable else "frozen"
         for name, param in unit.params.items():
-            about = f"{param.shape}, {config.stored.get(name, kind)}, in unit {unit.name}"
-            facts[f"parameter {unit.label(name)}"] = about
+            fact = f"{param.shape}, {config.stored.get(name, kind)}, in unit {unit.name}"
+            facts[f"parameter {unit.label(name)}"] = fact
     return facts
 
 
@@ -274,21 +274,21 @@ def buffer_lengths(lending: Lending, schedule: Schedule) -> tuple[tuple[int, ...
 
     Lengths are in float32 elements, longest first; arrays unpacked from stored units are not included.
     """
-    known, lengths = None, (lending.gradients.lengths, lending.parameters.lengths)
-    while known != lengths:
+    previous, lengths = None, (lending.gradients.lengths, lending.parameters.lengths)
+    while previous != lengths:
         for rounds in kinds_of_steps(schedule):
             for actions, idle in rounds:
                 lending.follow(actions, idle)
             lending.end_step()
-        known, lengths = lengths, (lending.gradients.lengths, lending.parameters.lengths)
+        previous, lengths = lengths, (lending.gradients.lengths, lending.parameters.lengths)
     return lengths
 
 
 def kinds_of_steps(schedule: Schedule) -> Iterator[list[tuple[Actions, bool]]]:
     """Yield steps as lists of rounds: (actions, whether the rank has no micro-batch)."""
-    early = tuple(map(Gather, schedule.first_gathers))  # prefetched before and after an evaluation
+    gathers = tuple(map(Gather, schedule.first_gathers))  # prefetched before and after an evaluation
     for rounds in range(ROUNDS + 1):
         yield [(schedule.training, False)] * rounds
         yield [*[(schedule.training, False)] * rounds, (schedule.training, True)]
-    for both in (schedule.training, (*schedule.forward, *schedule.backward)):
-        yield [(both, False), (schedule.inference, True), (early, True)]
+    for actions in (schedule.training, (*schedule.forward, *schedule.backward)):
+        yield [(actions, False), (schedule.inference, True), (gathers, True)]

@@ -113,10 +113,8 @@ class ShardedModule:
         self.parameter_pool, self.gradient_pool, self.unpacked_pool = pools
         context = Context(self.group, self.strategy, *pools, self.precision, masters)
         self._read = context.read
-        dealt = layout.dealt(self.group.size).units
-        self.units = [
-            ShardedUnit(unit, context, array) for unit, array in zip(dealt, memory.full, strict=True)
-        ]
+        units = layout.dealt(self.group.size).units
+        self.units = [ShardedUnit(unit, context, full) for unit, full in zip(units, memory.full, strict=True)]
         self._forward: MicroBatch | None = None  # the micro-batch whose backward is next
         self._synced, self._graphs = False, graphs_for(self)
 
@@ -281,16 +279,16 @@ class ShardedModule:
 
     def _values_of(self, params: Mapping[str, Param]) -> dict[str, Array]:
         """Return full parameters on the host, a sum to which ranks add their elements. Collective."""
-        together = Unit("values", params, 1, False)
-        total = np.zeros(together.length)
+        target = Unit("values", params, 1, False)
+        total = np.zeros(target.length)
         for unit in dict.fromkeys(unit for name in params for unit in self._homes[name]):
             for segment in unit.unit.segments(unit.part):
                 if segment.name in params:
-                    found = device.in_use().to_host(unit.parameters.master_shard[segment.where])
-                    start = together.offsets[segment.name] + segment.offset
-                    total[start : start + found.size] = found
+                    values = device.in_use().to_host(unit.parameters.master_shard[segment.where])
+                    start = target.offsets[segment.name] + segment.offset
+                    total[start : start + values.size] = values
         total = self.group.sum_vector(total).astype(self.precision.master)
-        return together.views(total)
+        return target.views(total)
 
     def zero_gradients(self) -> None:
         self.tallies.rounds.clear()
@@ -310,7 +308,7 @@ class ShardedModule:
             return number, {"seed": number if self.strategy.shards_moments else "of each rank"}
 
         seed = agreed(self.comm, "initialize", prepare)
-        self.load_slices(lambda name, *at: initial_values(name, self.params[name], seed, *at), names)
+        self.load_slices(lambda name, *bounds: initial_values(name, self.params[name], seed, *bounds), names)
 
     def load_slices(self, read: Read, names: Collection[str] | None = None) -> None:
         """Fill this rank's part of all parameters, or of the named parameters, by read(name, start, stop).

@@ -38,7 +38,7 @@ class State(Enum):
 
 
 def joined(views: list[Views]) -> Views:
-    return views[0] if len(views) == 1 else {name: view for each in views for name, view in each.items()}
+    return views[0] if len(views) == 1 else {name: view for unit in views for name, view in unit.items()}
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ class Parameters:
         self.shard = device.in_use().zeros(length, self.context.precision.compute)
         self._make_master(self.shard)
 
-    def _make_master(self, updated: Array) -> None:
-        """Set `master` to `updated`, or in low precision to a new float32 array of the same length."""
-        self.master = updated
+    def _make_master(self, array: Array) -> None:
+        """Set `master` to `array`, or in low precision to a new float32 array of the same length."""
+        self.master = array
         if self.context.precision.is_low:
             make = self.context.masters or device.in_use().zeros
-            self.master, self.low = make(updated.size), updated
+            self.master, self.low = make(array.size), array
 
     # -------------------------------------------------------------------- the full parameters, for layers
 
@@ -285,11 +285,11 @@ class BlockParameters(Parameters):
     def views(self) -> Views:
         if not self.unit.stacks:
             return super().views()
-        kind, found = self.context.precision.compute, dict[str, Any]()
+        kind, stacks = self.context.precision.compute, dict[str, Any]()
         for name, param in self.unit.params.items():
             raw = self._raw(name).reshape(param.shape[0], -1)
-            found[name] = PackedStack(raw, self.unit.kinds[name].name, param.shape, kind, kind)
-        return found
+            stacks[name] = PackedStack(raw, self.unit.kinds[name].name, param.shape, kind, kind)
+        return stacks
 
     def _raw(self, name: str) -> Array:
         return self.stored.views()[name].view(np.uint8)[: self.unit.nbytes(name)]
@@ -342,10 +342,10 @@ def make_parameters(unit: Unit, context: Context, memory: Array | None) -> Param
 
 def gpu_to_spare(name: str) -> Cuda:
     """Return the GPU in use. Raise UsageError if there is none."""
-    where = device.in_use()
-    if not isinstance(where, Cuda):
+    gpu = device.in_use()
+    if not isinstance(gpu, Cuda):
         raise UsageError(f"--offload {name}: expected a GPU, got the CPU; leave it out")
-    return where
+    return gpu
 
 
 def masters_on_host(precision: Precision) -> Callable[[int], Array]:
@@ -353,14 +353,14 @@ def masters_on_host(precision: Precision) -> Callable[[int], Array]:
 
     Raises UsageError without a GPU, or if layers read the float32 parameters themselves.
     """
-    where = gpu_to_spare(STATE)
+    gpu = gpu_to_spare(STATE)
     if not precision.is_low:
-        none = f"with --precision {precision.name} there are no separate fp32 weights"
-        raise UsageError(f"--offload {STATE}: {none}; use --offload {MOMENTS}, or bf16")
-    return partial(pinned_zeros, where)
+        reason = f"with --precision {precision.name} there are no separate fp32 weights"
+        raise UsageError(f"--offload {STATE}: {reason}; use --offload {MOMENTS}, or bf16")
+    return partial(pinned_zeros, gpu)
 
 
-def pinned_zeros(where: Cuda, size: int) -> Array:
-    array = where.pinned(size * FLOAT32.itemsize).view(FLOAT32)
+def pinned_zeros(gpu: Cuda, size: int) -> Array:
+    array = gpu.pinned(size * FLOAT32.itemsize).view(FLOAT32)
     array.fill(0)
     return array

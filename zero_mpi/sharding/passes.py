@@ -182,13 +182,13 @@ def tallies_of(stages: Iterable[Stage], scales: Mapping[str, float] | None) -> T
 
     Raises ValueError for a scale without a loss, and for layers that declare different tallies with one name.
     """
-    found: dict[str, Tally] = {}
+    kinds: dict[str, Tally] = {}
     for stage in stages:
         for name, tally in stage.layer.tallies().items():
-            if found.setdefault(name, tally) != tally:
-                raise ValueError(f"tally {name}: layers declare different tallies, {found[name]} and {tally}")
+            if kinds.setdefault(name, tally) != tally:
+                raise ValueError(f"tally {name}: layers declare different tallies, {kinds[name]} and {tally}")
     for name, scale in (scales or {}).items():
-        if name not in found or found[name].scale is None:
+        if name not in kinds or kinds[name].scale is None:
             raise ValueError(f"auxiliary: {name} is not an auxiliary loss of the model")
-        found[name] = replace(found[name], scale=scale)
-    return Tallies(found)
+        kinds[name] = replace(kinds[name], scale=scale)
+    return Tallies(kinds)

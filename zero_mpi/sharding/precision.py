@@ -59,13 +59,13 @@ def precision_named(name: str, reduce: str | None = None) -> Precision:
     """
     if name not in PRECISIONS:
         raise UsageError(f"precision {name!r} is not known; expected one of {', '.join(PRECISIONS)}")
-    chosen = PRECISIONS[name]
+    precision = PRECISIONS[name]
     if reduce in (None, name):
-        return chosen
-    if reduce != FP32.name or chosen is FP64:
-        wanted = name if chosen in (FP32, FP64) else f"{name} or fp32"
-        raise UsageError(f"--reduce-dtype {reduce}: with --precision {name} expected {wanted}")
-    return Precision(chosen.name, chosen.compute, FLOAT32, chosen.scales_loss)
+        return precision
+    if reduce != FP32.name or precision is FP64:
+        names = name if precision in (FP32, FP64) else f"{name} or fp32"
+        raise UsageError(f"--reduce-dtype {reduce}: with --precision {name} expected {names}")
+    return Precision(precision.name, precision.compute, FLOAT32, precision.scales_loss)
 
 
 def floats(elements: int, kind: Any) -> int:

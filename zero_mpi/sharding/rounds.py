@@ -128,8 +128,8 @@ def part_losses(
 
     def compute(number: int, losses: Array) -> None:
         x, loss, first = read(number)
-        for place, found in enumerate(module.losses(x, loss), first):
-            losses[place] = found
+        for index, part_loss in enumerate(module.losses(x, loss), first):
+            losses[index] = part_loss
 
     return dealt_out(module, micro_batches, count, compute, after=after)
 

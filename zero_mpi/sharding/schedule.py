@@ -67,8 +67,8 @@ class Schedule:
     @cached_property
     def first_gathers(self) -> Indices:
         """Units whose gathers start before the first stage computes."""
-        leading = takewhile(lambda action: isinstance(action, Gather), self.forward)
-        return tuple(action.unit for action in leading if isinstance(action, Gather))
+        prefix = takewhile(lambda action: isinstance(action, Gather), self.forward)
+        return tuple(action.unit for action in prefix if isinstance(action, Gather))
 
     @cached_property
     def without_reductions(self) -> Schedule:
@@ -81,8 +81,8 @@ class Schedule:
 
     def _in_words(self, actions: Actions) -> Iterator[str]:
         spoken = (action for action in actions if action.verb)
-        for verb, alike in groupby(spoken, lambda action: action.verb):
-            yield f"{verb} {' '.join(map(self._name, alike))}"
+        for verb, group in groupby(spoken, lambda action: action.verb):
+            yield f"{verb} {' '.join(map(self._name, group))}"
 
     def _name(self, action: Action) -> str:
         if isinstance(action, StageAction):
@@ -107,8 +107,8 @@ class Moves:
         return Moves(self.start + other.start, need, self.drop + other.drop)
 
     def around(self, compute: StageAction, reductions: Actions = ()) -> Actions:
-        before = (*map(Gather, self.start), *map(Wait, self.need))
-        return (*before, compute, *map(Release, self.drop), *reductions, Progress())
+        gathers = (*map(Gather, self.start), *map(Wait, self.need))
+        return (*gathers, compute, *map(Release, self.drop), *reductions, Progress())
 
 
 class Step(NamedTuple):
@@ -164,22 +164,22 @@ def make_schedule(
     top = len(uses) - 1
     ascent, descent = steps_of(uses, reads_in_backward, trainable, parts)
     users = [[stage for stage in range(top + 1) if unit in uses[stage]] for unit in range(len(trainable))]
-    distant = {unit for unit, using in enumerate(users) if using and using[-1] - using[0] >= len(using)}
+    distant = {unit for unit, stages in enumerate(users) if stages and stages[-1] - stages[0] >= len(stages)}
     carried = ({*uses[top]} | distant) & {unit for step in descent for unit in step.reads}
 
     passing = {unit for each in parts.values() for units in each.units for unit in units}
     plan = partial(plan_moves, prefetch=prefetch, gathers=gathers, passing=passing)
     up, down = plan(ascent, keep=carried), plan(descent, held=carried)
-    alone = plan(ascent)  # without a following backward
+    forward_only = plan(ascent)  # without a following backward
     reductions = reductions_after(descent, trainable)
 
     forward = [moves.around(step.compute) for moves, step in zip(up, ascent, strict=True)]
-    inference = [moves.around(step.compute) for moves, step in zip(alone, ascent, strict=True)]
+    inference = [moves.around(step.compute) for moves, step in zip(forward_only, ascent, strict=True)]
     each = zip(down, descent, reductions, strict=True)
     backward = [moves.around(step.compute, reduced) for moves, step, reduced in each]
-    both = up[-1] + (down[0] if down else Moves((), (), ()))
-    training = [*forward[:-1], both.around(Loss(top), reductions[0] if down else ()), *backward[1:]]
-    evaluation = [*inference[:-1], alone[-1].around(Evaluate(top))]
+    top_moves = up[-1] + (down[0] if down else Moves((), (), ()))
+    training = [*forward[:-1], top_moves.around(Loss(top), reductions[0] if down else ()), *backward[1:]]
+    evaluation = [*inference[:-1], forward_only[-1].around(Evaluate(top))]
     flat = chain.from_iterable
     directions = tuple(flat(forward)), tuple(flat(backward))
     return Schedule(*directions, tuple(flat(training)), tuple(flat(inference)), tuple(flat(evaluation)))
@@ -240,15 +240,15 @@ def plan_moves(
     """
     last = {unit: place for place, step in enumerate(steps) for unit in step.reads}
     started = set(held)
-    found = []
+    moves = []
     for place, step in enumerate(steps):
-        ahead = [unit for each in steps[place : place + prefetch + 1] for unit in each.reads]
-        start = tuple(dict.fromkeys(unit for unit in ahead if unit not in started and gathers[unit]))
+        units = [unit for each in steps[place : place + prefetch + 1] for unit in each.reads]
+        start = tuple(dict.fromkeys(unit for unit in units if unit not in started and gathers[unit]))
         started.update(start)
-        read = tuple(dict.fromkeys(step.reads))
-        after = steps[place + 1].reads if place + 1 < len(steps) else ()
-        over = [unit for unit in read if last[unit] == place or (unit in passing and unit not in after)]
-        drop = tuple(unit for unit in over if unit not in keep and gathers[unit])
+        need = tuple(dict.fromkeys(step.reads))
+        reads = steps[place + 1].reads if place + 1 < len(steps) else ()
+        unused = [unit for unit in need if last[unit] == place or (unit in passing and unit not in reads)]
+        drop = tuple(unit for unit in unused if unit not in keep and gathers[unit])
         started.difference_update(drop)
-        found.append(Moves(start, read, drop))
-    return found
+        moves.append(Moves(start, need, drop))
+    return moves

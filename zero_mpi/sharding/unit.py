@@ -106,15 +106,15 @@ class Unit:
 
     def segments(self, part: slice) -> list[Segment]:
         """Return the runs of parameters in the slice `part` of the buffer, in order; gaps are left out."""
-        found = []
+        segments = []
         for name, param in self.params.items():
             first = max(self.offsets[name], part.start)
             last = min(self.offsets[name] + param.size, part.stop)
             if first < last:
-                where = slice(first - part.start, last - part.start)
+                span = slice(first - part.start, last - part.start)
                 offset = first - self.offsets[name] + self.firsts.get(name, 0)
-                found.append(Segment(name, where, offset))
-        return found
+                segments.append(Segment(name, span, offset))
+        return segments
 
 
 KINDS = {  # (end of the unit's name, whether the unit is trained, whether it cuts no parameter)
@@ -128,10 +128,10 @@ KINDS = {  # (end of the unit's name, whether the unit is trained, whether it cu
 def by_scope(stages: Iterable[Stage], params: Mapping[str, Param]) -> dict[str, list[str]]:
     """Return the names of `params` by the scope that uses them first, in the model's order."""
     members: dict[str, list[str]] = {}
-    placed = set[str]()
+    seen = set[str]()
     for stage in stages:
-        names = [name for name in stage.layer.params() if name in params and name not in placed]
-        placed.update(names)
+        names = [name for name in stage.layer.params() if name in params and name not in seen]
+        seen.update(names)
         members.setdefault(stage.scope, []).extend(names)
     return members
 
@@ -143,9 +143,9 @@ def units_by_scope(
     units = []
     for scope, names in by_scope(stages, params).items():
         for kind, (end, trainable, full) in KINDS.items():
-            chosen = {name: params[name] for name in names if kind_of(name) == kind}
-            if chosen:
-                units.append(Unit(scope + end, chosen, QUANTUM, trainable, full))
+            members = {name: params[name] for name in names if kind_of(name) == kind}
+            if members:
+                units.append(Unit(scope + end, members, QUANTUM, trainable, full))
     return units
 
 
@@ -191,7 +191,7 @@ def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ..
     """
     full = [(unit, name, param) for unit in units if unit.whole for name, param in unit.params.items()]
     load, owner = [0] * ranks, dict[str, int]()
-    for unit, name, param in sorted(full, key=lambda each: -cost(each[2].shape)):
+    for unit, name, param in sorted(full, key=lambda entry: -cost(entry[2].shape)):
         owner[unit.label(name)] = rank = load.index(min(load))
         load[rank] += cost(param.shape)
 
@@ -251,37 +251,37 @@ def block_units(stages: Iterable[Stage], params: Mapping[str, Param], stored: St
     units = []
     for scope, names in by_scope(stages, {name: params[name] for name in params if name in stored}).items():
         for end, stacks in ((" (stored)", False), (KINDS[STORED][0], True)):
-            chosen = {name: params[name] for name in names if (len(params[name].shape) > 2) is stacks}
-            kinds = {name: stored[name] for name in chosen}
-            if chosen:
-                units.append(BlockUnit(scope + end, chosen, QUANTUM, False, kinds=kinds, stacks=stacks))
+            members = {name: params[name] for name in names if (len(params[name].shape) > 2) is stacks}
+            kinds = {name: stored[name] for name in members}
+            if members:
+                units.append(BlockUnit(scope + end, members, QUANTUM, False, kinds=kinds, stacks=stacks))
     return units
 
 
 def part_units(
-    scope: str, stacked: Mapping[str, Param], kind_of: Callable[[str], str], stored: Stored, most: int
+    scope: str, stacked: Mapping[str, Param], kind_of: Callable[[str], str], stored: Stored, limit: int
 ) -> list[tuple[slice, list[Unit]]]:
     """Return parts of stacked parameters and their units, one per kind; [] if no parameter is split.
 
-    A part has as many entries of the first dimension as fit in `most` bytes, at least 1. Parameters whose
+    A part has as many entries of the first dimension as fit in `limit` bytes, at least 1. Parameters whose
     parts would begin inside a chunk of the norm are not split.
     """
     count = next(iter(stacked.values())).shape[0]
-    one = {name: replace(param, shape=(1, *param.shape[1:])) for name, param in stacked.items()}
-    sizes = (stored[name].bytes_of(p.size) if name in stored else p.size * BYTES for name, p in one.items())
-    step = max(1, most // sum(sizes))
-    names = [name for name in one if name in stored or one[name].size * step % QUANTUM == 0]
+    row = {name: replace(param, shape=(1, *param.shape[1:])) for name, param in stacked.items()}
+    sizes = (stored[name].bytes_of(p.size) if name in stored else p.size * BYTES for name, p in row.items())
+    step = max(1, limit // sum(sizes))
+    names = [name for name in row if name in stored or row[name].size * step % QUANTUM == 0]
     if step >= count or not names:
         return []
 
-    def made(first: int, last: int, kind: str) -> Unit:
-        chosen = [name for name in names if kind == (STORED if name in stored else kind_of(name))]
-        params = {name: replace(one[name], shape=(last - first, *one[name].shape[1:])) for name in chosen}
-        firsts = {name: first * one[name].size for name in chosen}
+    def cut(first: int, last: int, kind: str) -> Unit:
+        members = [name for name in names if kind == (STORED if name in stored else kind_of(name))]
+        params = {name: replace(row[name], shape=(last - first, *row[name].shape[1:])) for name in members}
+        firsts = {name: first * row[name].size for name in members}
         end, trainable, full = KINDS[kind]
         unit = Unit(f"{scope} [{first}:{last}]{end}", params, QUANTUM, trainable, full, firsts=firsts)
-        held = {name: stored[name] for name in chosen if name in stored}
-        return BlockUnit(**vars(unit), kinds=held, stacks=True) if held else unit
+        blocks = {name: stored[name] for name in members if name in stored}
+        return BlockUnit(**vars(unit), kinds=blocks, stacks=True) if blocks else unit
 
     bounds = [(first, min(first + step, count)) for first in range(0, count, step)]
-    return [(slice(*each), [unit for kind in KINDS if (unit := made(*each, kind)).params]) for each in bounds]
+    return [(slice(*each), [unit for kind in KINDS if (unit := cut(*each, kind)).params]) for each in bounds]
