@@ -40,8 +40,8 @@ class Limits(NamedTuple):
 def read_limits() -> Limits:
     """Return the limits of this process."""
     names = ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE")
-    soft = [resource.getrlimit(getattr(resource, name))[0] for name in names]
-    space, data, locked, files = (None if each == resource.RLIM_INFINITY else each for each in soft)
+    limits = [resource.getrlimit(getattr(resource, name))[0] for name in names]
+    space, data, locked, files = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
     if not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir())):
         locked = None
     return Limits(available_memory(), *group_limits()[:2], space, data, locked, files)
@@ -50,15 +50,15 @@ def read_limits() -> Limits:
 def available_memory() -> int:
     """Return MemAvailable of /proc/meminfo in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    found = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return next(found, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    sizes = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return next(sizes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def process_age(process: int | str = "self") -> float:
     """Return the seconds since the start of a process; for this process that includes imports."""
     try:
-        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+        ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):  # /proc or the clock is missing
         return time.monotonic() - _imported
 
@@ -93,8 +93,8 @@ def folders(groups: Path, own: Path) -> Iterator[Path]:
             continue
         roots = [groups / controllers] if controllers else [groups, groups / "unified"]
         for root in roots:
-            inside = root / path.strip("/")
-            for folder in (inside, *inside.parents):
+            group = root / path.strip("/")
+            for folder in (group, *group.parents):
                 if folder.is_dir():
                     yield folder
                 if folder == root:
