@@ -63,11 +63,11 @@ def process_age(process: int | str = "self") -> float:
         return time.monotonic() - _imported
 
 
-def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:
+def group_limits(groups: Path = GROUPS, file: Path = OWN) -> tuple[int | None, int | None, float | None]:
     """Return our control groups' tightest limits: memory limit and free memory (bytes), CPU quota (cores)."""
     memory: list[tuple[int, int]] = []  # (bytes left, limit)
     cores: list[float] = []
-    for folder in folders(groups, own):
+    for folder in folders(groups, file):
         limit = first_number(folder, "memory.max", "memory.limit_in_bytes")
         if limit is not None and limit < NO_LIMIT:
             memory.append((max(0, limit - used(folder)), limit))
@@ -78,13 +78,13 @@ def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, in
     return limit, free, min(cores, default=None)
 
 
-def folders(groups: Path, own: Path) -> Iterator[Path]:
+def folders(groups: Path, file: Path) -> Iterator[Path]:
     """Yield the folders of our control groups, from the innermost to the root of each hierarchy.
 
-    In a container, the mounted root may be the container's group, while the file `own` has the host's path.
+    In a container, the mounted root may be the container's group, while `file` has the host's path.
     """
     try:
-        text = own.read_text()
+        text = file.read_text()
     except OSError:
         return
     for line in text.splitlines():

@@ -183,11 +183,11 @@ def take(path: Path, record: Record) -> int:
                 continue
             locked, raw = attempt
             holder, prior, now = unpacked(raw), unpacked(last or b""), time.monotonic()
-            lives = raw != last and holder is not None and prior is not None and prior.token == holder.token
+            alive = raw != last and holder is not None and prior is not None and prior.token == holder.token
             if raw != last or now - try_start > SLOW:
                 last, last_change = raw, now
             silence = now - last_change
-            if lives or (locked is False and silence > SETTLE):
+            if alive or (locked is False and silence > SETTLE):
                 if not (holder and record.job and holder.job == record.job and now - start < LEAVE):
                     job = holder or "the lock file does not say which"
                     raise UsageError(

@@ -150,9 +150,9 @@ def why_stuck(states: Mapping[int, RankState]) -> Stuck | None:
     """Return why the waits in these states cannot end; None if they may end."""
     count = max((len(state.started) for state in states.values()), default=0)
     comms = [{rank: state.texts(comm) for rank, state in states.items()} for comm in range(count)]
-    for of_ranks in comms:  # find ranks whose collectives of the same number differ
-        for number in sorted({number for texts in of_ranks.values() for number in texts}):
-            calls = {rank: texts[number] for rank, texts in of_ranks.items() if number in texts}
+    for table in comms:  # find ranks whose collectives of the same number differ
+        for number in sorted({number for texts in table.values() for number in texts}):
+            calls = {rank: texts[number] for rank, texts in table.items() if number in texts}
             odd = odd_one(list(calls.values()))
             if odd is not None:
                 rank, usual = list(calls)[odd[0]], odd[1]
@@ -164,11 +164,11 @@ def why_stuck(states: Mapping[int, RankState]) -> Stuck | None:
                 )
     ended = [rank for rank, state in states.items() if state.ended is not None]
     for rank in sorted(ended, key=lambda rank: (not states[rank].ended, rank)):  # failed ranks first
-        for of_ranks in comms:  # find a rank that ended before a collective that other ranks have started
-            number, status = max(of_ranks[rank], default=-1) + 1, states[rank].ended
-            waiting = [r for r in states if r not in ended and max(of_ranks[r], default=-1) >= number]
+        for table in comms:  # find a rank that ended before a collective that other ranks have started
+            number, status = max(table[rank], default=-1) + 1, states[rank].ended
+            waiting = [r for r in states if r not in ended and max(table[r], default=-1) >= number]
             if waiting:
-                label = shown(of_ranks[min(waiting)].get(number, f"collective {number}"))
+                label = shown(table[min(waiting)].get(number, f"collective {number}"))
                 wait = "wait" if len(waiting) > 1 else "waits"
                 return Stuck(
                     f"rank {rank} has ended with exit status {status}, while {named(waiting)} {wait} for it "

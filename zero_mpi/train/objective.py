@@ -152,9 +152,9 @@ class PairStep(StepLoss):
     def loss(self, rows: slice, sums: Floats) -> tuple[float, Sequence[float]]:
         """Return the part of the loss from the sequences `rows`, and its gradient with respect to `sums`."""
         ratios, counts = sums[:, 0] - self.reference[rows], self.counts[rows]
-        scored = self.preference.score(self.numbers[rows].tolist(), ratios.tolist(), counts.tolist(), self.kl)
-        loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[rows]
-        slopes[:, 0] = np.array(scored.slopes) / self.terms
+        score = self.preference.score(self.numbers[rows].tolist(), ratios.tolist(), counts.tolist(), self.kl)
+        loss, slopes, better = sum(score.terms) / self.terms, np.zeros_like(sums), self.is_better[rows]
+        slopes[:, 0] = np.array(score.slopes) / self.terms
         if self.preference.learns_prompts:
             loss -= sum(sums[better].ravel().tolist()) / self.positions
             slopes[better] -= 1 / self.positions

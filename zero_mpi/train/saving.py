@@ -163,8 +163,8 @@ class EarlyStop(Observer):
 
 
 def reason(best: Best) -> str:
-    times = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
-    return f"after {times} without improvement"
+    evaluations = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
+    return f"after {evaluations} without improvement"
 
 
 def point_best(session: Session) -> None:

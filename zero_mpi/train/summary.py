@@ -309,7 +309,7 @@ class Once(Compiled):
 
 def step_flop(case: Case) -> float:
     """Return the FLOP of the matmuls in a step, over all ranks."""
-    lone = Case(
+    micro_case = Case(
         case.model,
         batch_size=case.micro_batch,
         micro_batch=case.micro_batch,
@@ -320,6 +320,6 @@ def step_flop(case: Case) -> float:
         base_is_reference=case.base_is_reference,
         teacher=case.teacher,
     )
-    events = Simulator(lone, Once()).step()
+    events = Simulator(micro_case, Once()).step()
     sequences = case.batch_size / case.micro_batch  # the last micro-batch may be smaller
     return sequences * math.fsum(event.flop for event in events)

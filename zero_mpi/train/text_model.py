@@ -88,11 +88,11 @@ def weight_of(file: WeightSource, name: str) -> Array | PackedMatrix:
         raw = np.empty(spec.nbytes, np.uint8)
         file.read_bytes(name, 0, raw)
         weight = PackedMatrix(raw.reshape(spec.shape[0], -1), spec.type.name)
-        finite = bool(finite_blocks(raw, spec.type.name).all())
+        is_finite = bool(finite_blocks(raw, spec.type.name).all())
     else:
         weight = file.tensor(name)
-        finite = bool(np.isfinite(weight).all())
-    if not finite:
+        is_finite = bool(np.isfinite(weight).all())
+    if not is_finite:
         raise UsageError(f"{file.path}: tensor {name} holds values that are not finite")
     return weight
 

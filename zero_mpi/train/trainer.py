@@ -215,14 +215,14 @@ class Trainer(Steps):
 def begin_records(session: Session, rank: int) -> Records:
     """Return the writer of a session's records. Raise JobError or FileError if a file cannot be opened."""
     config, step = session.config, session.progress.step
-    tracked = TrackedJob(session.out, step, asdict(recorded(config)))
+    job = TrackedJob(session.out, step, asdict(recorded(config)))
     return Records(
         session.out,
         rank,
         done=step,
         steps=config.steps,
         log_every=config.log_every,
-        trackers=partial(trackers.begin, config, tracked),
+        trackers=partial(trackers.begin, config, job),
         beginning=start_of(session) if rank == 0 else None,
     )
 
