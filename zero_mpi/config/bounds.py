@@ -45,19 +45,19 @@ Number = TypeVar("Number", int, float)
 
 def check(config: Config) -> None:
     """Raise UsageError, which names the flag, for the first invalid value or combination."""
-    for name, least in LEAST.items():
+    for name, minimum in LEAST.items():
         value = getattr(config, name)
         if value is not None:
-            within(name, value, least, math.inf if isinstance(value, float) else LARGEST)
-    for name, bound in BELOW.items():
-        if not getattr(config, name) < bound:
-            raise UsageError(f"{spelled(name)} {getattr(config, name)}: expected less than {bound}")
+            within(name, value, minimum, math.inf if isinstance(value, float) else LARGEST)
+    for name, limit in BELOW.items():
+        if not getattr(config, name) < limit:
+            raise UsageError(f"{spelled(name)} {getattr(config, name)}: expected less than {limit}")
     for name, field in FIELDS.items():
         choices = field.metadata["choices"]
         value = getattr(config, name)
         if choices and value is not None and value not in choices:
-            meant = nearest(str(value), choices)
-            raise UsageError(f"{spelled(name)} {shown(value)}: expected one of {', '.join(choices)}{meant}")
+            hint = nearest(str(value), choices)
+            raise UsageError(f"{spelled(name)} {shown(value)}: expected one of {', '.join(choices)}{hint}")
     if config.ema is not None and not 0 < config.ema < 1:
         raise UsageError(f"--ema {config.ema}: expected more than 0 and less than 1, such as 0.999")
     for name, example in (("preference_beta", "0.1"), ("bucket_mb", "25")):
@@ -68,18 +68,18 @@ def check(config: Config) -> None:
     seconds(config.max_time)
     rate_scales(config.lr_scale)
     step_range(config.trace_steps, config.steps)
-    for name, when, why in CONTRADICTIONS:
-        if is_given(config, name) and when(config):
-            raise UsageError(f"{written(config, name)}: {why.format_map(vars(config))}")
+    for name, condition, reason in CONTRADICTIONS:
+        if is_given(config, name) and condition(config):
+            raise UsageError(f"{written(config, name)}: {reason.format_map(vars(config))}")
     for name in FIELDS.keys() - {"prompt"}:
         refuse_empty(spelled(name), getattr(config, name))
 
 
-def within(name: str, value: Number, least: float, below: float = LARGEST) -> Number:
-    """Return the value of a flag. Raise UsageError, which names the flag, unless it is in [least, below)."""
-    if not least <= value < below:
-        less = "" if value < below else f" and less than {below}"
-        raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {least}{less}")
+def within(name: str, value: Number, minimum: float, limit: float = LARGEST) -> Number:
+    """Return the value of a flag. Raise UsageError, with the flag, unless it is in [minimum, limit)."""
+    if not minimum <= value < limit:
+        clause = "" if value < limit else f" and less than {limit}"
+        raise UsageError(f"{spelled(name)} {shown(value)}: expected at least {minimum}{clause}")
     return value
 
 
@@ -94,19 +94,19 @@ def thread_count(text: str | None) -> int | None:
 
 def rate_scales(texts: Sequence[str]) -> dict[str, float]:
     """Return `--lr-scale` as pattern -> factor. Raise UsageError if an entry is invalid."""
-    found = dict[str, float]()
+    scales = dict[str, float]()
     for text in texts:
         pattern, _, factor = text.rpartition("=")
-        found.pop(pattern, None)  # if a pattern is repeated, only its last entry counts
+        scales.pop(pattern, None)  # if a pattern is repeated, only its last entry counts
         try:
-            found[pattern] = float(factor)
+            scales[pattern] = float(factor)
         except ValueError:
             pattern = ""
-        if not pattern or not 0 <= found[pattern] < math.inf:
+        if not pattern or not 0 <= scales[pattern] < math.inf:
             raise UsageError(
                 f"--lr-scale {shown(text)}: expected PATTERN=X with X of at least 0, such as *.lora_b=16"
             )
-    return found
+    return scales
 
 
 def seconds(text: str | None) -> float | None:
@@ -114,10 +114,10 @@ def seconds(text: str | None) -> float | None:
     if text is None:
         return None
     units = {"h": 3600, "m": 60, "s": 1}
-    whole = text if text[-1:] in units else f"{text}s"
-    if not re.fullmatch(f"({DURATION})+", whole):
+    duration = text if text[-1:] in units else f"{text}s"
+    if not re.fullmatch(f"({DURATION})+", duration):
         raise UsageError(f"--max-time {shown(text)}: expected a duration such as 3h50m, 90s or 3600")
-    return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION_PARTS, whole)))
+    return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION_PARTS, duration)))
 
 
 # ----------------------------------------------------------------------------------- combinations of flags
@@ -138,9 +138,9 @@ class DataKind(NamedTuple):
     are_ids: bool = False
 
 
-def apart(name: str, when: Callable[[Config], bool], other: str) -> Rule:
+def apart(name: str, condition: Callable[[Config], bool], flag: str) -> Rule:
     """Return a rule for two flags that exclude each other."""
-    return Rule(name, when, f"cannot be combined with {other}: remove one of them")
+    return Rule(name, condition, f"cannot be combined with {flag}: remove one of them")
 
 
 NO_ADAPTER = "needs an adapter: add --lora RANK"
@@ -206,14 +206,14 @@ IDLE = (
 
 def is_plain(c: Config) -> bool:
     """Return whether these settings allow training in float64."""
-    others = [c.offload, c.lora, c.ema, c.optimizer, c.qat]
-    return c.device != "cuda" and others == ["none", None, None, "adamw", None]
+    settings = [c.offload, c.lora, c.ema, c.optimizer, c.qat]
+    return c.device != "cuda" and settings == ["none", None, None, "adamw", None]
 
 
 def without_effect(config: Config, data: DataKind) -> Iterator[str]:
-    for name, when, why in IDLE:
-        if is_given(config, name) and when(config, data):
-            yield f"{written(config, name)} has no effect: {why.format_map(vars(config))}"
+    for name, condition, reason in IDLE:
+        if is_given(config, name) and condition(config, data):
+            yield f"{written(config, name)} has no effect: {reason.format_map(vars(config))}"
 
 
 def is_given(config: Config, name: str) -> bool:
@@ -237,12 +237,12 @@ def in_steps(config: Config, windows: int) -> Config:
     """
     if config.epochs is None:
         return replace(config, **STEPS) if config.steps is None else config
-    counted = replace(config, steps=-(-config.epochs * windows // config.batch_size), epochs=None)
+    run_config = replace(config, steps=-(-config.epochs * windows // config.batch_size), epochs=None)
     try:
-        check(counted)
+        check(run_config)
     except UsageError as error:
-        raise UsageError(f"{error} (--epochs {config.epochs} are {counted.steps} steps)") from None
-    return counted
+        raise UsageError(f"{error} (--epochs {config.epochs} are {run_config.steps} steps)") from None
+    return run_config
 
 
 def cautions(config: Config, epochs: float) -> Iterator[str]:
@@ -266,16 +266,16 @@ def remarks(config: Config, data: DataKind) -> Iterator[str]:
         yield Caution(f"--init without --data: training on {named(config.data)}; use --data for other text")
     yield from map(Caution, without_effect(config, data))
     for variable in environment.crowded():
-        has = plural(environment.cores(), "core")
-        yield Caution(f"{variable}: this rank has {has}; more threads only compete for them")
+        count = plural(environment.cores(), "core")
+        yield Caution(f"{variable}: this rank has {count}; more threads only compete for them")
 
 
-def threads_within(wanted: int | None) -> int | None:
-    """Return `wanted` if this rank has that many cores. Raise UsageError if it has fewer."""
+def threads_within(threads: int | None) -> int | None:
+    """Return `threads` if this rank has that many cores. Raise UsageError if it has fewer."""
     cores = environment.cores()
-    if wanted is not None and wanted > cores:
+    if threads is not None and threads > cores:
         raise UsageError(
-            f"--threads {wanted}: this rank has {plural(cores, 'core')}: use fewer threads or auto, or bind "
-            f"each rank to more cores: {environment.binding(wanted)}"
+            f"--threads {threads}: this rank has {plural(cores, 'core')}: use fewer threads or auto, or bind "
+            f"each rank to more cores: {environment.binding(threads)}"
         )
-    return wanted
+    return threads

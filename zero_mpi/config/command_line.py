@@ -51,27 +51,27 @@ def make_parser(every: bool = True) -> Parser:
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings, named as the flags")
     groups: dict[str, Any] = {}
     for field in FIELDS.values():
-        about = field.metadata
-        group = groups.setdefault(about["group"], None) or parser.add_argument_group(about["group"])
-        groups[about["group"]] = group
-        others = [spelled(name) for name, setting in ALIASES.items() if setting == field.name]
+        metadata = field.metadata
+        group = groups.setdefault(metadata["group"], None) or parser.add_argument_group(metadata["group"])
+        groups[metadata["group"]] = group
+        aliases = [spelled(name) for name, setting in ALIASES.items() if setting == field.name]
         hidden = {} if every or field.name in FIRST else {"help": argparse.SUPPRESS}
-        group.add_argument(spelled(field.name), *others, **argument(field) | hidden)
+        group.add_argument(spelled(field.name), *aliases, **argument(field) | hidden)
     return parser
 
 
 def argument(field: dataclasses.Field[Any]) -> dict[str, Any]:
     """Return the arguments with which argparse adds the flag of a setting."""
-    about = field.metadata
-    text, kind = with_choices(about["text"], about["choices"]), about["kind"]
-    if not any(field.default is nothing for nothing in (None, False, dataclasses.MISSING)):
+    metadata = field.metadata
+    text, kind = with_choices(metadata["text"], metadata["choices"]), metadata["kind"]
+    if not any(field.default is empty for empty in (None, False, dataclasses.MISSING)):
         text += f" (default: {field.default})"
     text += default_text(field.name)
     common = {"help": text.replace("%", "%%")}
     if kind is bool:
         return {**common, "action": argparse.BooleanOptionalAction}
-    if about["choices"]:
-        return {**common, "choices": about["choices"], "metavar": METAVARS.get(field.name)}
+    if metadata["choices"]:
+        return {**common, "choices": metadata["choices"], "metavar": METAVARS.get(field.name)}
     metavar = METAVARS.get(field.name, KINDS.get(kind, "TEXT"))
     if kind is list:
         return {**common, "nargs": "+", "metavar": metavar, "action": "extend"}
@@ -88,8 +88,8 @@ def given(
     parser: Parser, arguments: Sequence[str], names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the flags of a command line in two dictionaries: the flags in `names`, and all others."""
-    found = vars(parser.parse_args(arguments))
-    return {name: found.pop(name) for name in names if name in found}, found
+    flags = vars(parser.parse_args(arguments))
+    return {name: flags.pop(name) for name in names if name in flags}, flags
 
 
 def parse(arguments: Sequence[str]) -> Config:
@@ -106,5 +106,5 @@ def parse(arguments: Sequence[str]) -> Config:
 
 def joined(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """Join settings of a file with flags, which override them. --steps and --epochs replace each other."""
-    beaten = LENGTH if LENGTH & flags.keys() else set()
-    return {name: value for name, value in settings.items() if name not in beaten} | dict(flags)
+    overrides = LENGTH if LENGTH & flags.keys() else set()
+    return {name: value for name, value in settings.items() if name not in overrides} | dict(flags)

@@ -67,16 +67,16 @@ def passed_over(init: WeightSource | None) -> list[str]:
 
 def read_model(init: WeightSource) -> ModelConfig:
     """Return the configuration of the model `init`. Raise UsageError if its tensors do not match it."""
-    shapes = {name: info.shape for name, info in init.tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in init.tensors.items()}
     model = config_from_gguf(init.metadata, shapes, str(init.path), init.read)
     model.check_tensors(shapes, str(init.path))
     return model
 
 
-def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where: str) -> ModelConfig:
+def adapted(config: Config, model: ModelConfig, init: WeightSource | None, device: str) -> ModelConfig:
     """Return the model with the adapters that the flags ask for. Raise UsageError if a flag does not fit.
 
-    Frozen weights stay in their GGUF blocks if the device `where` has kernels for their type. With --qat,
+    Frozen weights stay in their GGUF blocks if `device` has kernels for their type. With --qat,
     weights that are rounded but have no adapter become floats.
     """
     if config.lora is not None and init is None:
@@ -87,7 +87,7 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, where
         if any(is_meant(HEAD, pattern) for pattern in lora.targets):
             raise UsageError(f"--lora-targets {HEAD}: cannot be combined with --add-tokens: leave it out")
     model = replace(model, lora=lora)
-    if model.lora is None or where == "cuda":
+    if model.lora is None or device == "cuda":
         return model
     names, kinds = model.params(), {} if config.qat is None else rounding_of(model, config.qat)
     stacks = [name for name in kinds if name + FIRST in names and len(names[name].shape) > 2]
@@ -130,15 +130,15 @@ def check_model(config: Config, model: ModelConfig) -> None:
         raise UsageError(str(error)) from error
 
 
-def kept_as_floats(init: WeightSource | None, model: ModelConfig, where: str) -> list[str]:
+def kept_as_floats(init: WeightSource | None, model: ModelConfig, device: str) -> list[str]:
     """Return a note on frozen tensors that are kept as floats: they lack a kernel, or --qat rounds them."""
-    if model.lora is None or where == "cuda" or init is None or gguf_of(init) is None:
+    if model.lora is None or device == "cuda" or init is None or gguf_of(init) is None:
         return []
-    others = [name for name in model.params() if name in init.tensors and name not in model.stored]
-    if not others:
+    floats = [name for name in model.params() if name in init.tensors and name not in model.stored]
+    if not floats:
         return []
-    types = ", ".join(sorted({init.tensors[name].type.name for name in others}))
-    return [f"{len(others)} tensors of type {types} are kept as floats: no kernel exists, or --qat is on"]
+    types = ", ".join(sorted({init.tensors[name].type.name for name in floats}))
+    return [f"{len(floats)} tensors of type {types} are kept as floats: no kernel exists, or --qat is on"]
 
 
 def model_from_flags(config: Config, tokenizer: Tokenizer | None) -> ModelConfig:
@@ -174,29 +174,29 @@ def tokenizer_of_ids(
     pairs = [(path, tokenizer_in(path)) for path in tokenizers_of([*config.data, *config.val_data])]
     if not pairs:
         return None
-    flag, chosen = "--data", with_template(pairs[0][1], config.chat_template)
+    flag, tokenizer = "--data", with_template(pairs[0][1], config.chat_template)
     if config.tokenizer is not None or init is not None:
         flag = f"--tokenizer {config.tokenizer}" if config.tokenizer else f"--init {config.init}"
-        chosen = fitting_tokenizer(config, init, model)
-    elif config.vocab_size not in (None, chosen.vocab_size):
+        tokenizer = fitting_tokenizer(config, init, model)
+    elif config.vocab_size not in (None, tokenizer.vocab_size):
         raise UsageError(
-            f"--vocab-size {config.vocab_size}: {pairs[0][0]} has {chosen.vocab_size} tokens: leave it out"
+            f"--vocab-size {config.vocab_size}: {pairs[0][0]} has {tokenizer.vocab_size} tokens: leave it out"
         )
-    for path, tokenizer in pairs:
-        check_same_tokens(shown(flag), chosen, path, tokenizer)
-    return chosen
+    for path, file_tokenizer in pairs:
+        check_same_tokens(shown(flag), tokenizer, path, file_tokenizer)
+    return tokenizer
 
 
-def check_same_tokens(flag: str, chosen: Tokenizer, path: Path, made: Tokenizer) -> None:
+def check_same_tokens(flag: str, tokenizer: Tokenizer, path: Path, file_tokenizer: Tokenizer) -> None:
     """Raise UsageError if two tokenizers use an id for different tokens. Ids in only one of them are allowed.
 
     Two files of one model may differ in other keys, and a model may reserve ids for further tokens.
     """
-    theirs, ours = (GGUFKeys(each.metadata()).texts(TOKENS) or [] for each in (chosen, made))
-    for place, (found, expected) in enumerate(zip(theirs, ours, strict=False)):
-        if found != expected:
+    tokens, file_tokens = (GGUFKeys(t.metadata()).texts(TOKENS) or [] for t in (tokenizer, file_tokenizer))
+    for place, (token, expected) in enumerate(zip(tokens, file_tokens, strict=False)):
+        if token != expected:
             raise UsageError(
-                f"{flag} does not match the token files: its token {place} is {show(found)}, but "
+                f"{flag} does not match the token files: its token {place} is {show(token)}, but "
                 f"{shown(path)} has {show(expected)}: tokenize the text again"
             )
 
@@ -214,11 +214,11 @@ def fitting_tokenizer(config: Config, init: WeightSource | None, model: ModelCon
 
 def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig | None) -> Tokenizer:
     """Return the tokenizer that the flags name. By default it is the model's own, if there is a model."""
-    wanted = config.tokenizer or (BYTE if init is None else FROM_INIT)
-    if wanted == BYTE:
+    name = config.tokenizer or (BYTE if init is None else FROM_INIT)
+    if name == BYTE:
         return ByteTokenizer()
-    if wanted != FROM_INIT:
-        return tokenizer_from_file(Path(wanted))
+    if name != FROM_INIT:
+        return tokenizer_from_file(Path(name))
     if init is None or model is None:
         raise UsageError("--tokenizer from-init needs --init MODEL.gguf")
     return tokenizer_of(init, model)
@@ -227,10 +227,10 @@ def open_tokenizer(config: Config, init: WeightSource | None, model: ModelConfig
 def check_kind_of_data(config: Config) -> None:
     """Raise UsageError for a flag that has no effect on this kind of data."""
     chats = kinds_of_data(config)
-    nothing = "--data has no conversations (.jsonl files)"
-    why = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system", "skip_bad"), nothing)
-    why["control_tokens"] = "--data has conversations, whose template writes the tokens: leave the flag out"
-    for name, reason in why.items():
+    no_chats = "--data has no conversations (.jsonl files)"
+    rules = dict.fromkeys((*OF_TEMPLATES, "loss_on", "system", "skip_bad"), no_chats)
+    rules["control_tokens"] = "--data has conversations, whose template writes the tokens: leave the flag out"
+    for name, reason in rules.items():
         idle = all(chats) if name == "control_tokens" else not any(chats)
         value = getattr(config, name)
         if value not in (None, False, [], DAY) and idle:
@@ -249,9 +249,9 @@ def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer |
     for text in options.template_var or ():
         name, _, value = text.partition("=")
         if "=" not in text or not name.isidentifier() or name in RESERVED:
-            not_these = ", ".join(RESERVED)
+            reserved = ", ".join(RESERVED)
             raise UsageError(
-                f"--template-var {shown(text)}: expected NAME=VALUE, with NAME not one of {not_these}"
+                f"--template-var {shown(text)}: expected NAME=VALUE, with NAME not one of {reserved}"
             )
         try:
             variables[name] = parse_json(value)
@@ -268,14 +268,14 @@ def template_inputs(options: Config | argparse.Namespace, tokenizer: Tokenizer |
         raise UsageError(f"--template-date {shown(day)}: expected a date such as {DAY}") from None
 
 
-def with_template(tokenizer: Tokenizer, which: str | None) -> Tokenizer:
-    """Return the tokenizer with the template `which`: a file, or a template's name; None: no change."""
-    if which is None:
+def with_template(tokenizer: Tokenizer, template: str | None) -> Tokenizer:
+    """Return the tokenizer with a template: a file, or the name of a template; None: no change."""
+    if template is None:
         return tokenizer
     keys = tokenizer.metadata()
-    own = None if os.path.isfile(which) else keys.get(f"{TEMPLATE}.{which}")
-    kept = {key: value for key, value in keys.items() if not key.startswith(TEMPLATE)}
-    return tokenizer_from_metadata(kept | {TEMPLATE: read_template(which) if own is None else own})
+    text = None if os.path.isfile(template) else keys.get(f"{TEMPLATE}.{template}")
+    rest = {key: value for key, value in keys.items() if not key.startswith(TEMPLATE)}
+    return tokenizer_from_metadata(rest | {TEMPLATE: read_template(template) if text is None else text})
 
 
 def tokenizer_of(source: WeightSource, model: ModelConfig) -> Tokenizer:
@@ -352,9 +352,9 @@ def sizes_of(model: ModelConfig) -> dict[str, Any]:
 
     The flags of experts are None for a model without experts.
     """
-    found = {name: getattr(model, size, None) for name, size in SIZES.items()}
-    absent = () if found["experts"] else EXPERTS
-    return found | {"kv_heads": found["kv_heads"] or model.head_count} | dict.fromkeys(absent)
+    sizes = {name: getattr(model, size, None) for name, size in SIZES.items()}
+    absent = () if sizes["experts"] else EXPERTS
+    return sizes | {"kv_heads": sizes["kv_heads"] or model.head_count} | dict.fromkeys(absent)
 
 
 def settled(config: Config, model: ModelConfig) -> Config:

@@ -33,24 +33,24 @@ def whole_matrices(optimizer: str, model: ModelConfig) -> tuple[str, ...]:
 def rules_of(config: Config, model: ModelConfig, products: Any = np.float32) -> dict[str, Rule]:
     """Return name pattern -> rule of the optimizer. `products`: dtype in which Muon multiplies."""
     rules: dict[str, Rule] = {"*": AdamW((config.beta1, config.beta2), config.eps)}
-    whole = whole_matrices(config.optimizer, model)
-    if whole:
+    matrices = whole_matrices(config.optimizer, model)
+    if matrices:
         fused = {name: linear.fused for name, linear in projections(model.layers()).items() if linear.fused}
-        rules |= dict.fromkeys(whole, Muon(parts=fused, kind=products))
+        rules |= dict.fromkeys(matrices, Muon(parts=fused, kind=products))
     kinds = {} if config.qat is None or config.lora else rounding_of(model, config.qat)
     return rules | {name: Rounded(rules["*"], kind.name) for name, kind in kinds.items()}
 
 
 def auxiliary_scales(model: ModelConfig, config: Config) -> dict[str, float]:
     """Return the scales of the routers' losses. Raise UsageError for a flag if the model has no experts."""
-    routed = any(BALANCE in stage.layer.tallies() for stage in model.stages())
+    has_experts = any(BALANCE in stage.layer.tallies() for stage in model.stages())
     balance_loss = config.balance_loss
     for flag, value in (("--balance-loss", balance_loss), ("--z-loss", config.z_loss)):
-        if value is not None and not routed:
+        if value is not None and not has_experts:
             raise UsageError(f"{flag} {value:g}: the model has no experts; leave the flag out")
     default = BALANCE_LOSS if config.lora is None else 0.0
-    found = {BALANCE: default if balance_loss is None else balance_loss, Z: config.z_loss or 0.0}
-    return found if routed else {}
+    scales = {BALANCE: default if balance_loss is None else balance_loss, Z: config.z_loss or 0.0}
+    return scales if has_experts else {}
 
 
 def rounding_of(model: ModelConfig, qat: str) -> dict[str, Kind]:
@@ -78,10 +78,10 @@ def schedule_of(config: Config) -> Schedule:
     `decay_steps` steps. `config.steps` must be set.
     """
     shapes: dict[str, Callable[[float], float]] = {
-        "cosine": lambda done: 0.5 * (1.0 + cosine(math.pi * done)),
-        "linear": lambda done: 1.0 - done,
-        "constant": lambda done: 1.0,
-        "wsd": lambda done: 1.0 - done,
+        "cosine": lambda fraction: 0.5 * (1.0 + cosine(math.pi * fraction)),
+        "linear": lambda fraction: 1.0 - fraction,
+        "constant": lambda fraction: 1.0,
+        "wsd": lambda fraction: 1.0 - fraction,
     }
     shape, lr, warmup, steps = shapes[config.schedule], config.lr, config.warmup, config.steps
     min_lr = lr / 10 if config.min_lr is None else config.min_lr
@@ -93,7 +93,7 @@ def schedule_of(config: Config) -> Schedule:
             return lr * (step + 1) / warmup
         if step < begin:
             return lr
-        done = min(1.0, (step - begin) / max(1, steps - begin))
-        return min_lr + (lr - min_lr) * shape(done)
+        fraction = min(1.0, (step - begin) / max(1, steps - begin))
+        return min_lr + (lr - min_lr) * shape(fraction)
 
     return rate

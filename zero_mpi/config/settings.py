@@ -57,32 +57,32 @@ def step_range(text: str | None, steps: int | None) -> tuple[int, int] | None:
     """Return `--trace-steps` as (first, stop), None if not given. Raise UsageError for an invalid value."""
     if text is None:
         return None
-    found, given = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
-    if not found or not 1 <= int(found[1]) < int(found[2]):
-        raise UsageError(f"{given}: expected FIRST:STOP with FIRST at least 1; 10:13 is steps 10, 11 and 12")
-    if steps is not None and int(found[1]) > steps:
-        raise UsageError(f"{given}: expected a step up to --steps {steps}")
-    return int(found[1]), int(found[2])
+    match, prefix = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text), f"--trace-steps {shown(text)}"
+    if not match or not 1 <= int(match[1]) < int(match[2]):
+        raise UsageError(f"{prefix}: expected FIRST:STOP with FIRST at least 1; 10:13 is steps 10, 11 and 12")
+    if steps is not None and int(match[1]) > steps:
+        raise UsageError(f"{prefix}: expected a step up to --steps {steps}")
+    return int(match[1]), int(match[2])
 
 
-def warmup_steps(wanted: Any, steps: int | None) -> int:
+def warmup_steps(warmup: Any, steps: int | None) -> int:
     """Return `--warmup` in steps; a percentage is kept if `steps` is None. Raise UsageError if invalid."""
-    found = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(wanted))
-    if not found or float(found[2] or 0) > 100:
-        raise UsageError(f"--warmup {shown(wanted)}: expected steps such as 40, or a percentage such as 5%")
-    if found[1]:
-        return int(found[1])
-    return wanted if steps is None else round(float(found[2]) / 100 * steps)
+    match = re.fullmatch(r"([0-9]{1,18})|([0-9]{1,3}(?:\.[0-9]{1,9})?)%", str(warmup))
+    if not match or float(match[2] or 0) > 100:
+        raise UsageError(f"--warmup {shown(warmup)}: expected steps such as 40, or a percentage such as 5%")
+    if match[1]:
+        return int(match[1])
+    return warmup if steps is None else round(float(match[2]) / 100 * steps)
 
 
 def flag(
     default: Any, kind: Any, group: str, text: str, *, fixed: bool = False, choices: Sequence[str] = ()
 ) -> Any:
     """Return a field of the configuration. `kind` is int, float, str, bool or list."""
-    about = {"kind": kind, "group": group, "text": text, "fixed": fixed, "choices": tuple(choices)}
+    metadata = {"kind": kind, "group": group, "text": text, "fixed": fixed, "choices": tuple(choices)}
     if kind is list:
-        return dataclasses.field(default_factory=list, metadata=about)
-    return dataclasses.field(default=default, metadata=about)
+        return dataclasses.field(default_factory=list, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -280,8 +280,8 @@ class Config:
         if self.init is None or not self.unsaid >= LENGTH:
             self.unsaid -= LENGTH
         steps = STEPS if self.init is None and self.epochs is None else {}
-        begun = FROM_NOTHING if self.init is None else FURTHER if self.lora is None else ADAPTERS
-        for name, value in (ANY | begun | steps).items():
+        defaults = FROM_NOTHING if self.init is None else FURTHER if self.lora is None else ADAPTERS
+        for name, value in (ANY | defaults | steps).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         if "lr" in self.unsaid:

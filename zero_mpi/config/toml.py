@@ -51,8 +51,8 @@ def checked_type(path: Path, key: str, value: Any) -> Any:
     """Return `value` in the setting's type. Raise UsageError for an unknown key or a wrong type."""
     field = FIELDS.get(setting_of(key))
     if field is None:
-        meant = nearest(key.replace("-", "_"), [*FIELDS, *ALIASES]) or "; see --help for the names"
-        raise UsageError(f"--config {shown(path)}: {show(key)} is not a setting{meant}")
+        hint = nearest(key.replace("-", "_"), [*FIELDS, *ALIASES]) or "; see --help for the names"
+        raise UsageError(f"--config {shown(path)}: {show(key)} is not a setting{hint}")
     kind = field.metadata["kind"]
     if kind is float and type(value) is int and abs(value) < LARGEST:
         return float(value)
@@ -103,8 +103,8 @@ def write_config(out: Path, config: Config) -> None:
 
     Raises UsageError if OUT/config.toml is a folder, JobError if the file cannot be written.
     """
-    place = out / CONFIG_FILE
-    if place.is_dir() and not place.is_symlink():
-        raise UsageError(f"--out: {shown(place)} is a folder: move it away")
+    path = out / CONFIG_FILE
+    if path.is_dir() and not path.is_symlink():
+        raise UsageError(f"--out: {shown(path)} is a folder: move it away")
     with writing():
-        write_whole(place, write_toml(recorded(config)).encode(errors="surrogateescape"))
+        write_whole(path, write_toml(recorded(config)).encode(errors="surrogateescape"))

@@ -76,8 +76,8 @@ def within_quota(count: int) -> int:
 
 def crowded(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return the variables, as NAME=N, that request more threads than this process has cores."""
-    asked = {name: environ.get(name, "") for name in THREADS}
-    return [f"{name}={n}" for name, n in asked.items() if n.isdigit() and int(n) > cores()]
+    counts = {name: environ.get(name, "") for name in THREADS}
+    return [f"{name}={n}" for name, n in counts.items() if n.isdigit() and int(n) > cores()]
 
 
 def node_cores(environ: Mapping[str, str] = os.environ) -> int:
@@ -85,9 +85,9 @@ def node_cores(environ: Mapping[str, str] = os.environ) -> int:
 
     A bound rank sees only its own cores; the launcher's process on the node, or Slurm, knows all cores.
     """
-    given, count = environ.get("SLURM_CPUS_ON_NODE", ""), cores()
-    if given.isdigit():
-        count = max(count, int(given))
+    allocated, count = environ.get("SLURM_CPUS_ON_NODE", ""), cores()
+    if allocated.isdigit():
+        count = max(count, int(allocated))
     elif under_launcher(environ):
         with contextlib.suppress(OSError):
             count = max(count, len(os.sched_getaffinity(os.getppid())))
@@ -125,8 +125,8 @@ def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
 
 def binding(count: int, environ: Mapping[str, str] = os.environ) -> str:
     """Return the launcher's flag that binds a rank to `count` cores; without a launcher, every such flag."""
-    found = next((flag for variable, flag in BINDING.items() if variable in environ), "; ".join(CORES_FLAGS))
-    return found.replace("{n}", str(count))
+    flags = next((flag for variable, flag in BINDING.items() if variable in environ), "; ".join(CORES_FLAGS))
+    return flags.replace("{n}", str(count))
 
 
 def of_processor(field: str, cpuinfo: str | os.PathLike[str] = "/proc/cpuinfo") -> str:

@@ -40,8 +40,8 @@ class Limits(NamedTuple):
 def read_limits() -> Limits:
     """Return the limits of this process."""
     names = ("RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_MEMLOCK", "RLIMIT_NOFILE")
-    soft = [resource.getrlimit(getattr(resource, name))[0] for name in names]
-    space, data, locked, files = (None if each == resource.RLIM_INFINITY else each for each in soft)
+    limits = [resource.getrlimit(getattr(resource, name))[0] for name in names]
+    space, data, locked, files = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
     if not (INFINIBAND.is_dir() and any(INFINIBAND.iterdir())):
         locked = None
     return Limits(available_memory(), *group_limits()[:2], space, data, locked, files)
@@ -50,24 +50,24 @@ def read_limits() -> Limits:
 def available_memory() -> int:
     """Return MemAvailable of /proc/meminfo in bytes."""
     lines = Path("/proc/meminfo").read_text().splitlines()
-    found = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    return next(found, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    sizes = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    return next(sizes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def process_age(process: int | str = "self") -> float:
     """Return the seconds since the start of a process; for this process that includes imports."""
     try:
-        started = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+        ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):  # /proc or the clock is missing
         return time.monotonic() - _imported
 
 
-def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, int | None, float | None]:
+def group_limits(groups: Path = GROUPS, file: Path = OWN) -> tuple[int | None, int | None, float | None]:
     """Return our control groups' tightest limits: memory limit and free memory (bytes), CPU quota (cores)."""
     memory: list[tuple[int, int]] = []  # (bytes left, limit)
     cores: list[float] = []
-    for folder in folders(groups, own):
+    for folder in folders(groups, file):
         limit = first_number(folder, "memory.max", "memory.limit_in_bytes")
         if limit is not None and limit < NO_LIMIT:
             memory.append((max(0, limit - used(folder)), limit))
@@ -78,13 +78,13 @@ def group_limits(groups: Path = GROUPS, own: Path = OWN) -> tuple[int | None, in
     return limit, free, min(cores, default=None)
 
 
-def folders(groups: Path, own: Path) -> Iterator[Path]:
+def folders(groups: Path, file: Path) -> Iterator[Path]:
     """Yield the folders of our control groups, from the innermost to the root of each hierarchy.
 
-    In a container, the mounted root may be the container's group, while the file `own` has the host's path.
+    In a container, the mounted root may be the container's group, while `file` has the host's path.
     """
     try:
-        text = own.read_text()
+        text = file.read_text()
     except OSError:
         return
     for line in text.splitlines():
@@ -93,8 +93,8 @@ def folders(groups: Path, own: Path) -> Iterator[Path]:
             continue
         roots = [groups / controllers] if controllers else [groups, groups / "unified"]
         for root in roots:
-            inside = root / path.strip("/")
-            for folder in (inside, *inside.parents):
+            group = root / path.strip("/")
+            for folder in (group, *group.parents):
                 if folder.is_dir():
                     yield folder
                 if folder == root:

@@ -67,8 +67,8 @@ def claim(bits: str) -> None:
     """Restart this program pinned, before MPI starts, if `bits` requires it and the environment does not."""
     if bits == PORTABLE and requested() != PORTABLE:
         sys.stdout.flush()
-        again = {**environment.as_started, VARIABLE: PORTABLE, **pins()}
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], again)
+        environ = {**environment.as_started, VARIABLE: PORTABLE, **pins()}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
 
 
 def flag_of(arguments: Sequence[str]) -> str:
@@ -95,12 +95,12 @@ def fault(blas: str, target: str) -> str:
     """Return why this BLAS and compile `target` do not give portable results; empty if they do."""
     if not active:
         return f"NumPy was imported before zero_mpi: set {VARIABLE}=portable before the program starts"
-    found = unfit(os.uname().machine, environment.of_processor("flags"))
-    if found:
-        return found
+    reason = unfit(os.uname().machine, environment.of_processor("flags"))
+    if reason:
+        return reason
     if target != TARGET:
         return "it needs the compiled operations: pip install 'zero-mpi[fast]'"
     if not blas.startswith("openblas") or not blas.endswith(KERNELS):
         return f"it needs the OpenBLAS kernels {KERNELS}, but NumPy has {blas}"
-    changed = [name for name, value in pins().items() if os.environ.get(name) != value]
-    return f"{', '.join(changed)} changed since this program began" if changed else ""
+    variables = [name for name, value in pins().items() if os.environ.get(name) != value]
+    return f"{', '.join(variables)} changed since this program began" if variables else ""

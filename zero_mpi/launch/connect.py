@@ -120,18 +120,18 @@ class WatchedScript:
         self._hooks[0](kind, error, trace)
         self._abort(f"rank {self.world.rank} of {self.world.size} failed")
 
-    def _thread_failed(self, about: Any) -> None:
+    def _thread_failed(self, args: Any) -> None:
         """End the job after the failure of a thread that had started collectives."""
-        of_ours = about.thread is not None and about.thread.ident in records.threads
-        if of_ours:
+        is_ours = args.thread is not None and args.thread.ident in records.threads
+        if is_ours:
             await_turn(self.world.rank)
-        self._hooks[1](about)
-        if of_ours:
-            self._abort(f"thread {about.thread.name!r} of rank {self.world.rank} of {self.world.size} failed")
+        self._hooks[1](args)
+        if is_ours:
+            self._abort(f"thread {args.thread.name!r} of rank {self.world.rank} of {self.world.size} failed")
 
-    def _abort(self, why: str) -> NoReturn:
+    def _abort(self, failure: str) -> NoReturn:
         sys.stdout.flush()
-        say(f"zero_mpi: {why} with the error above; ending the job")
+        say(f"zero_mpi: {failure} with the error above; ending the job")
         time.sleep(DRAIN)
         self._kill(FAILED)
 
@@ -168,8 +168,8 @@ def meeting_place(world: World) -> Path | None:
             with suppress(OSError):
                 probe.mkdir(mode=0o700)
     probes = world.comm.broadcast_object(probes)  # sent after mkdir, as ranks look for the folder immediately
-    seen = world.comm.allgather_object([probe.is_dir() for probe in probes])
+    views = world.comm.allgather_object([probe.is_dir() for probe in probes])
     if world.rank == 0:
         for probe in probes:
             shutil.rmtree(probe, ignore_errors=True)
-    return next((probe for probe, *by in zip(probes, *seen, strict=True) if all(by)), None)
+    return next((probe for probe, *flags in zip(probes, *views, strict=True) if all(flags)), None)

@@ -69,16 +69,16 @@ def blas() -> str:
     """Return NumPy's BLAS library and the kernels that it uses; different kernels round differently."""
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     pool = min(pools, key=lambda pool: "numpy" not in pool["filepath"], default={"version": "unknown"})
-    about = (pool.get(key) for key in ("internal_api", "version", "architecture"))
-    return " ".join(str(part) for part in about if part)
+    parts = (pool.get(key) for key in ("internal_api", "version", "architecture"))
+    return " ".join(str(part) for part in parts if part)
 
 
 def check_pins() -> None:
     """Raise UsageError unless this process computes as `--bits portable` requires."""
-    device_found = "it applies to CPUs only: use --device cpu" if device.in_use().name != "cpu" else ""
-    found = device_found or portable.fault(blas(), ops.compiled_for())
-    if found:
-        raise UsageError(f"--bits portable: {found}")
+    device_fault = "it applies to CPUs only: use --device cpu" if device.in_use().name != "cpu" else ""
+    fault = device_fault or portable.fault(blas(), ops.compiled_for())
+    if fault:
+        raise UsageError(f"--bits portable: {fault}")
 
 
 @cache
@@ -101,8 +101,8 @@ def short_digest(value: Any) -> str:
 
 def split_into(size: int, environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of started ranks if each is alone in its MPI world; otherwise 0."""
-    started = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
-    return started if size == 1 < started else 0
+    count = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
+    return count if size == 1 < count else 0
 
 
 def is_first(environ: Mapping[str, str] = os.environ) -> bool:
@@ -115,14 +115,14 @@ def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> No
 
     In that case mpi4py has loaded no MPI library, or not the launcher's. Only the first rank prints.
     """
-    started = split_into(world.size, environ)
-    if not started:
+    count = split_into(world.size, environ)
+    if not count:
         return
     if not is_first(environ):
         raise SystemExit(BAD_USAGE)
     library = "no MPI" if world.mpi is None else mpi_library(world)
     raise UsageError(
-        f"the launcher started {started} ranks, but each of them is alone with {library}: use the mpiexec "
+        f"the launcher started {count} ranks, but each of them is alone with {library}: use the mpiexec "
         "(with srun: the --mpi=...) of the MPI library that mpi4py loads"
     )
 

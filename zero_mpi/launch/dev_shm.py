@@ -58,13 +58,13 @@ def check_space(environ: MutableMapping[str, str] = os.environ) -> None:
 def find_problem(environ: MutableMapping[str, str]) -> str:
     """Return why MPI cannot start, or an empty text; if space is short, set `environ` to limit UCX."""
     free, ranks = free_bytes(), environment.local_ranks(environ)
-    needed = ranks * WITH_UCX + SPARE
-    if free is not None and free < needed and environ.setdefault("UCX_TLS", "^posix") == "^posix":
-        needed = ranks * WITHOUT_UCX + SPARE
-    if free is None or free >= needed:
+    need = ranks * WITH_UCX + SPARE
+    if free is not None and free < need and environ.setdefault("UCX_TLS", "^posix") == "^posix":
+        need = ranks * WITHOUT_UCX + SPARE
+    if free is None or free >= need:
         return ""
     return (
-        f"MPI needs {needed / 2**20:.1f} MiB of shared memory for {ranks} ranks on {platform.node()}, but "
+        f"MPI needs {need / 2**20:.1f} MiB of shared memory for {ranks} ranks on {platform.node()}, but "
         f"{PLACE} has only {free / 2**20:.1f} MiB free: {REMEDY}"
     )
 
@@ -72,21 +72,21 @@ def find_problem(environ: MutableMapping[str, str]) -> str:
 def free_bytes(place: Path = PLACE) -> int | None:
     """Return the free bytes in /dev/shm plus the bytes that this job's ranks already use; None if unknown."""
     try:
-        about = os.statvfs(place)
+        stat = os.statvfs(place)
         files = [path.stat() for path in place.iterdir()]
     except OSError:  # the folder is missing, or a segment was just removed
         return None
-    launched = time.time() - process_age(os.getppid())
-    ours = [each for each in files if each.st_uid == os.getuid() and each.st_mtime >= launched]
-    return about.f_bavail * about.f_frsize + sum(512 * each.st_blocks for each in ours)
+    start = time.time() - process_age(os.getppid())
+    segments = [file for file in files if file.st_uid == os.getuid() and file.st_mtime >= start]
+    return stat.f_bavail * stat.f_frsize + sum(512 * file.st_blocks for file in segments)
 
 
 def sweep(place: Path = PLACE) -> None:
     """Remove the segments of this user that are older than SETTLED and that no process has open or mapped."""
     for path in (path for pattern in SEGMENTS for path in place.glob(pattern)):
         with contextlib.suppress(OSError):
-            about = path.lstat()
-            is_ours = about.st_uid == os.geteuid() and time.time() - about.st_mtime > SETTLED
+            stat = path.lstat()
+            is_ours = stat.st_uid == os.geteuid() and time.time() - stat.st_mtime > SETTLED
             if is_ours and is_unused(path):
                 path.unlink()
 

@@ -79,16 +79,16 @@ def hold_launcher() -> None:
         import subprocess  # imported late, because signal handlers must be installed first
 
         os.kill(pid, signal.SIGSTOP)
-        command, quiet = f"sleep {HOLD + LATER}; kill -CONT {pid}", subprocess.DEVNULL
+        command, null = f"sleep {HOLD + LATER}; kill -CONT {pid}", subprocess.DEVNULL
         last_resort = subprocess.Popen(  # safe in a rank: Python uses vfork
-            ["/bin/sh", "-c", command], stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+            ["/bin/sh", "-c", command], stdin=null, stdout=null, stderr=null, start_new_session=True
         )
         _held.append((pid, last_resort))
         threading.Thread(target=_watch, args=(pid, ranks), daemon=True).start()
         for handle in (1, 2):
-            theirs = os.open(f"/proc/{pid}/fd/{handle}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
-            os.dup2(theirs, handle)
-            os.close(theirs)
+            descriptor = os.open(f"/proc/{pid}/fd/{handle}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
+            os.dup2(descriptor, handle)
+            os.close(descriptor)
 
 
 def _watch(pid: int, ranks: set[int]) -> None:
@@ -101,14 +101,14 @@ def _watch(pid: int, ranks: set[int]) -> None:
 
 def ranks_below(pid: int) -> set[int]:
     """Return the process ids of the living ranks that a launcher has started on this node."""
-    found = set()
+    ranks = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
             variables = (folder / "environ").read_bytes() if int(parent) == pid else b""  # empty if dead
             if b"\0OMPI_COMM_WORLD_RANK=" in b"\0" + variables:
-                found.add(int(folder.name))
-    return found
+                ranks.add(int(folder.name))
+    return ranks
 
 
 def release_launcher() -> None:

@@ -82,9 +82,9 @@ class Record:
 def unpacked(raw: bytes) -> Record | None:
     """Return the record in a file's content, for messages and comparisons; None if there is none."""
     with contextlib.suppress(ValueError):
-        found = parse_json(raw)
-        if isinstance(found, dict) and found.keys() == {each.name for each in fields(Record)}:
-            return Record(**found)
+        record = parse_json(raw)
+        if isinstance(record, dict) and record.keys() == {f.name for f in fields(Record)}:
+            return Record(**record)
     return None
 
 
@@ -171,35 +171,35 @@ def take(path: Path, record: Record) -> int:
 
     An existing file is read repeatedly, until it is free or a changed record shows that its holder lives.
     """
-    seen: bytes | None = None  # content of the file when it was last read
-    begun = since = time.monotonic()
+    last: bytes | None = None  # content of the file when it was last read
+    start = last_change = time.monotonic()
     is_logged = False
     with naming(path):
         while (handle := create(path, record)) is None:
-            started, found = time.monotonic(), try_take(path, record)
-            if isinstance(found, int):
-                return found
-            if found is None:
+            try_start, attempt = time.monotonic(), try_take(path, record)
+            if isinstance(attempt, int):
+                return attempt
+            if attempt is None:
                 continue
-            locked, raw = found
-            holder, was, now = unpacked(raw), unpacked(seen or b""), time.monotonic()
-            lives = raw != seen and holder is not None and was is not None and was.token == holder.token
-            if raw != seen or now - started > SLOW:
-                seen, since = raw, now
-            quiet = now - since
-            if lives or (locked is False and quiet > SETTLE):
-                if not (holder and record.job and holder.job == record.job and now - begun < LEAVE):
-                    who = holder or "the lock file does not say which"
+            locked, raw = attempt
+            holder, prior, now = unpacked(raw), unpacked(last or b""), time.monotonic()
+            alive = raw != last and holder is not None and prior is not None and prior.token == holder.token
+            if raw != last or now - try_start > SLOW:
+                last, last_change = raw, now
+            silence = now - last_change
+            if alive or (locked is False and silence > SETTLE):
+                if not (holder and record.job and holder.job == record.job and now - start < LEAVE):
+                    job = holder or "the lock file does not say which"
                     raise UsageError(
-                        f"--out {path.parent}: another job is using this folder: {who}; wait until it ends, "
+                        f"--out {path.parent}: another job is using this folder: {job}; wait until it ends, "
                         f"or use another --out; if you are sure that it is dead, delete {path}"
                     )
-            elif locked is not False and quiet > PATIENCE:
+            elif locked is not False and silence > PATIENCE:
                 put_aside(path, raw, record)
-            elif locked is not False and not is_logged and (holder or quiet > 0):  # lock file is complete
+            elif locked is not False and not is_logged and (holder or silence > 0):  # lock file is complete
                 is_logged = True
-                left = f"{path} was left by {holder or 'an unknown job'}"
-                log.info("%s: waiting %.0f s for a sign of life", left, PATIENCE)
+                text = f"{path} was left by {holder or 'an unknown job'}"
+                log.info("%s: waiting %.0f s for a sign of life", text, PATIENCE)
             time.sleep(POLL)
         return handle
 
@@ -228,13 +228,13 @@ def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | No
 
 def put_aside(path: Path, raw: bytes, record: Record) -> None:
     """Remove a dead job's file, whose content is `raw`; keep the new file of another job."""
-    aside = path.with_name(f"{NAME}-{record.token}")
+    target = path.with_name(f"{NAME}-{record.token}")
     with contextlib.suppress(FileNotFoundError):
-        os.rename(path, aside)
-        if aside.read_bytes()[:SIZE] != raw:
+        os.rename(path, target)
+        if target.read_bytes()[:SIZE] != raw:
             with contextlib.suppress(OSError):  # without hard links, the other job makes a new file
-                os.link(aside, path)
-        os.unlink(aside)
+                os.link(target, path)
+        os.unlink(target)
 
 
 # ------------------------------------------------------------------------------------------ keeping the lock
@@ -309,10 +309,10 @@ class RunLock:
                     self._own_record = replace(self._own_record, beat=self._own_record.beat + 1)
                     write(handle, self._own_record)
         except FileNotFoundError:
-            new = create(self._path, self._own_record)
-            if new is not None:
+            new_handle = create(self._path, self._own_record)
+            if new_handle is not None:
                 os.close(self._handles[0])
-                self._handles[0] = new
+                self._handles[0] = new_handle
 
 
 def take_folder(world: World, out: Path) -> None:

@@ -51,9 +51,9 @@ def handle(number: int, handler: Handler) -> None:
 
     nohup does so for SIGHUP, a shell for SIGINT of background jobs. Under a launcher SIGINT is handled.
     """
-    ignored = signal.getsignal(number) is signal.SIG_IGN
-    kept = number == signal.SIGHUP or (number == signal.SIGINT and not environment.under_launcher())
-    if not (ignored and kept):
+    is_ignored = signal.getsignal(number) is signal.SIG_IGN
+    is_exempt = number == signal.SIGHUP or (number == signal.SIGINT and not environment.under_launcher())
+    if not (is_ignored and is_exempt):
         signal.signal(number, handler)
         _handled[number] = handler
 
@@ -78,8 +78,8 @@ def leave(status: int) -> NoReturn:
 
 def hide_unraisable(kind: type[BaseException]) -> None:
     """Hide Python's message for exceptions of this kind that a signal handler raises inside a finalizer."""
-    before = sys.unraisablehook
-    sys.unraisablehook = lambda it: None if issubclass(it.exc_type, kind) else before(it)
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda error: None if issubclass(error.exc_type, kind) else hook(error)
 
 
 class Terminal(io.FileIO):
@@ -97,11 +97,11 @@ class Terminal(io.FileIO):
 def outlive_terminal() -> None:
     """Make stdout and stderr work without errors after their terminal is closed."""
     for name, handle in (("stdout", 1), ("stderr", 2)):
-        was = getattr(sys, name)
-        if os.isatty(handle) and was is getattr(sys, f"__{name}__"):  # a notebook's stream is not replaced
+        stream = getattr(sys, name)
+        if os.isatty(handle) and stream is getattr(sys, f"__{name}__"):  # a notebook's stream is not replaced
             terminal = io.BufferedWriter(Terminal(handle, "w", closefd=False))
-            new = io.TextIOWrapper(terminal, was.encoding, was.errors, line_buffering=True)
-            setattr(sys, name, new)
+            wrapper = io.TextIOWrapper(terminal, stream.encoding, stream.errors, line_buffering=True)
+            setattr(sys, name, wrapper)
 
 
 def report(text: str, *, is_error: bool = False) -> None:
@@ -145,14 +145,14 @@ class StopSignals:
         if self._listens:
             return
         self._listens = True
-        read, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             handle(number, self._note)
         hide_unraisable(Stopped)
         outlive_terminal()
-        threading.Thread(target=self._listen, args=(read,), name="zero_mpi signals", daemon=True).start()
+        threading.Thread(target=self._listen, args=(reader,), name="zero_mpi signals", daemon=True).start()
 
     def enter(self, phase: str) -> None:
         self.phase = phase
@@ -196,9 +196,9 @@ class StopSignals:
         time.sleep(GRACE)  # before the first step no result can be lost
         await_turn(environment.launch_rank(), STAGGER)
         if self.phase == PREPARING:
-            stopped = Stopped(self.caught, again=self.again)
-            report(stopped_early(stopped), is_error=stopped.status == FAILED)
-            self._leave(stopped.status, str(stopped))
+            stop = Stopped(self.caught, again=self.again)
+            report(stopped_early(stop), is_error=stop.status == FAILED)
+            self._leave(stop.status, str(stop))
 
     # ---------------------------------------------------------------------------------- handlers
 
@@ -209,8 +209,8 @@ class StopSignals:
             self._may_leave = False
             raise Stopped(self.caught)
 
-    def _listen(self, read: int) -> None:
-        while numbers := os.read(read, 64):
+    def _listen(self, reader: int) -> None:
+        while numbers := os.read(reader, 64):
             for number in numbers:
                 if number in SIGNALS:
                     self._hear(signal.Signals(number))
@@ -218,44 +218,44 @@ class StopSignals:
     def _hear(self, number: signal.Signals) -> None:
         """Handle a signal in the listening thread, as soon as it arrives."""
         is_first, now = not self._heard, time.monotonic()
-        since = now - self._heard.setdefault(number, now)
+        gap = now - self._heard.setdefault(number, now)
         self.caught = self.caught or number.name
         if number == signal.SIGTERM and self.phase == STEPS:
             hold_launcher()
-        if number == signal.SIGINT and since > TWICE:
+        if number == signal.SIGINT and gap > TWICE:
             if environment.launch_rank() == 0:
                 report("stopped immediately; saved checkpoints are complete", is_error=True)
             self._leave(INTERRUPTED, "SIGINT, twice")
-        if environment.launch_rank() == 0 and (is_first or (number == signal.SIGINT and since == 0)):
-            stopping = f"stopping {WHEN[self.phase]}"
-            once_more = f"{stopping}; send the signal again to stop now"
-            report(once_more if number == signal.SIGINT else f"{number.name}: {stopping}")
+        if environment.launch_rank() == 0 and (is_first or (number == signal.SIGINT and gap == 0)):
+            notice = f"stopping {WHEN[self.phase]}"
+            hint = f"{notice}; send the signal again to stop now"
+            report(hint if number == signal.SIGINT else f"{number.name}: {notice}")
         self._end_preparation()
 
     def _leave(self, status: int, reason: str) -> NoReturn:
         end_surely(lambda status: self.ending(status, reason), status)
 
 
-def stopped_early(stopped: Stopped) -> str:
+def stopped_early(stop: Stopped) -> str:
     """Return the message for a run that was stopped before its first step."""
-    if stopped.status == REQUEUE:
-        return f"stopped by {stopped}: nothing to save; run the same command to continue"
+    if stop.status == REQUEUE:
+        return f"stopped by {stop}: nothing to save; run the same command to continue"
     from zero_mpi.environment.limits import process_age
     from zero_mpi.launch.time_limit import find_job
 
     job, age = find_job(), process_age()
-    left = f"{job.at_start:.0f} s before the end of {job.name}, " if job and job.at_start else ""
+    margin = f"{job.at_start:.0f} s before the end of {job.name}, " if job and job.at_start else ""
     return (
-        f"{stopped}, as in the job before; to avoid requeueing forever, this job fails. The signal came "
-        f"{left}{age:.0f} s after the start: send it later (Slurm: --signal=B:USR1@SECONDS), or raise the "
+        f"{stop}, as in the job before; to avoid requeueing forever, this job fails. The signal came "
+        f"{margin}{age:.0f} s after the start: send it later (Slurm: --signal=B:USR1@SECONDS), or raise the "
         "time limit (--time, walltime)"
     )
 
 
 def was_stopped_early(reason: str) -> bool:
     """Return True if a job's recorded reason is that a batch system stopped it before its first step."""
-    name, _, when = reason.partition(" ")
-    return when == NO_STEP and name not in OF_PEOPLE
+    name, _, moment = reason.partition(" ")
+    return moment == NO_STEP and name not in OF_PEOPLE
 
 
 signals = StopSignals()

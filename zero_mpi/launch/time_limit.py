@@ -42,13 +42,13 @@ def find_job(environ: Mapping[str, str] = os.environ) -> BatchJob | None:
         if array and task:  # one task has the same id as the full array
             number = f"{array}_{task}"
         end = clock_seconds(environ.get("SLURM_JOB_END_TIME", ""))
-        left = None if end is None else end - time.time()
+        remaining = None if end is None else end - time.time()
         question = ("squeue", "--noheader", "--jobs", number, "--format=%L")
-        return BatchJob(f"Slurm job {number}", question, slurm_left, left)
+        return BatchJob(f"Slurm job {number}", question, slurm_left, remaining)
     if number := environ.get("PBS_JOBID"):
         limit = clock_seconds(environ.get("PBS_WALLTIME", ""))  # set by Torque
-        left = None if limit is None else limit - process_age()
-        return BatchJob(f"PBS job {number}", ("qstat", "-f", number), pbs_left, left)
+        remaining = None if limit is None else limit - process_age()
+        return BatchJob(f"PBS job {number}", ("qstat", "-f", number), pbs_left, remaining)
     return None
 
 
@@ -64,11 +64,11 @@ def pbs_left(answer: str) -> float | None:
     PBS updates the used time only every few minutes, and at first it is missing; but the job is at least as
     old as this process. The job's start time cannot be used: it is a text in the server's time zone.
     """
-    found = dict(re.findall(r"^\s*(Resource_List|resources_used)\.walltime = (\S+)$", answer, re.MULTILINE))
-    limit = clock_seconds(found.get("Resource_List", ""))
+    times = dict(re.findall(r"^\s*(Resource_List|resources_used)\.walltime = (\S+)$", answer, re.MULTILINE))
+    limit = clock_seconds(times.get("Resource_List", ""))
     if limit is None:
         return None
-    return limit - max(clock_seconds(found.get("resources_used", "")) or 0.0, process_age())
+    return limit - max(clock_seconds(times.get("resources_used", "")) or 0.0, process_age())
 
 
 def clock_seconds(text: str) -> float | None:
@@ -82,9 +82,9 @@ def clock_seconds(text: str) -> float | None:
 
 def ask(job: BatchJob) -> float | None:
     """Ask the batch system for the time left; return it in seconds, or None without an answer."""
-    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}
     try:  # safe in a process with MPI: Python uses vfork, which copies no pages
-        answer = subprocess.run(job.question, capture_output=True, timeout=PATIENCE, **how)
+        answer = subprocess.run(job.question, capture_output=True, timeout=PATIENCE, **options)
     except (OSError, subprocess.SubprocessError):  # the command is missing, or it has not answered in time
         return None
     return job.read(answer.stdout) if answer.returncode == 0 else None
@@ -114,7 +114,7 @@ class TimeLimit:
 
     def _keep_asking(self, job: BatchJob, interval: float) -> None:
         while True:
-            left = ask(job)
-            if left is not None:
-                self._job_end = time.monotonic() + left
+            remaining = ask(job)
+            if remaining is not None:
+                self._job_end = time.monotonic() + remaining
             time.sleep(interval)

@@ -69,8 +69,8 @@ class RankState:
 
     def texts(self, comm: int) -> dict[int, str]:
         """Return number -> text of the last collectives that the rank has started on communicator `comm`."""
-        started = self.started[comm] if comm < len(self.started) else ()
-        return {each.number: each.text for each in started}
+        calls = self.started[comm] if comm < len(self.started) else ()
+        return {call.number: call.text for call in calls}
 
     @property
     def place(self) -> str:
@@ -121,15 +121,15 @@ class RankReports:
         return self._paths()[:1] == [self._file]
 
     def read(self) -> dict[int, RankState]:
-        found, now = dict[int, RankState](), 0.0
+        states, now = dict[int, RankState](), 0.0
         for path in self._paths():
             with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # file removed meanwhile
                 now = now or self._file.stat().st_mtime
-                said = parse_json(read_file(path, MOST))
-                said["started"] = [[Started(*each) for each in of_comm] for of_comm in said["started"]]
-                said["seconds"] += max(0.0, now - path.stat().st_mtime)
-                found[int(path.name.split("-")[1])] = RankState(**said)
-        return found
+                state = parse_json(read_file(path, MOST))
+                state["started"] = [[Started(*call) for call in calls] for calls in state["started"]]
+                state["seconds"] += max(0.0, now - path.stat().st_mtime)
+                states[int(path.name.split("-")[1])] = RankState(**state)
+        return states
 
     def clear(self) -> None:
         """Remove the folder, even if it belongs to another job."""
@@ -146,33 +146,33 @@ class Stuck(NamedTuple):
     status: int = FAILED
 
 
-def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
+def why_stuck(states: Mapping[int, RankState]) -> Stuck | None:
     """Return why the waits in these states cannot end; None if they may end."""
-    count = max((len(state.started) for state in found.values()), default=0)
-    comms = [{rank: state.texts(comm) for rank, state in found.items()} for comm in range(count)]
-    for of_ranks in comms:  # find ranks whose collectives of the same number differ
-        for number in sorted({number for texts in of_ranks.values() for number in texts}):
-            started = {rank: texts[number] for rank, texts in of_ranks.items() if number in texts}
-            odd = odd_one(list(started.values()))
+    count = max((len(state.started) for state in states.values()), default=0)
+    comms = [{rank: state.texts(comm) for rank, state in states.items()} for comm in range(count)]
+    for table in comms:  # find ranks whose collectives of the same number differ
+        for number in sorted({number for texts in table.values() for number in texts}):
+            calls = {rank: texts[number] for rank, texts in table.items() if number in texts}
+            odd = odd_one(list(calls.values()))
             if odd is not None:
-                rank, usual = list(started)[odd[0]], odd[1]
-                alike = named([other for other in started if started[other] == usual])
+                rank, usual = list(calls)[odd[0]], odd[1]
+                majority = named([peer for peer in calls if calls[peer] == usual])
                 return Stuck(
                     f"the ranks start different collectives: number {number} (from 0) is "
-                    f"{shown(started[rank])} on rank {rank} and {shown(usual)} on {alike}; all ranks must "
+                    f"{shown(calls[rank])} on rank {rank} and {shown(usual)} on {majority}; all ranks must "
                     "start the same collectives in the same order"
                 )
-    ended = [rank for rank, state in found.items() if state.ended is not None]
-    for rank in sorted(ended, key=lambda rank: (not found[rank].ended, rank)):  # failed ranks first
-        for of_ranks in comms:  # find a rank that ended before a collective that other ranks have started
-            number, status = max(of_ranks[rank], default=-1) + 1, found[rank].ended
-            waiting = [r for r in found if r not in ended and max(of_ranks[r], default=-1) >= number]
+    ended = [rank for rank, state in states.items() if state.ended is not None]
+    for rank in sorted(ended, key=lambda rank: (not states[rank].ended, rank)):  # failed ranks first
+        for table in comms:  # find a rank that ended before a collective that other ranks have started
+            number, status = max(table[rank], default=-1) + 1, states[rank].ended
+            waiting = [r for r in states if r not in ended and max(table[r], default=-1) >= number]
             if waiting:
-                what = shown(of_ranks[min(waiting)].get(number, f"collective {number}"))
+                label = shown(table[min(waiting)].get(number, f"collective {number}"))
                 wait = "wait" if len(waiting) > 1 else "waits"
                 return Stuck(
                     f"rank {rank} has ended with exit status {status}, while {named(waiting)} {wait} for it "
-                    f"in {what}",
+                    f"in {label}",
                     status or FAILED,
                 )
     return None
@@ -181,7 +181,7 @@ def why_stuck(found: Mapping[int, RankState]) -> Stuck | None:
 # ------------------------------------------------------------------------------------------ messages
 
 
-def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
+def report(states: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
     """Return lines with the states of all ranks, beginning with the ranks that others wait for.
 
     places: process and host of each rank
@@ -190,27 +190,27 @@ def report(found: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
     def placed(ranks: Sequence[int]) -> str:
         return named(ranks) + (f" ({places[ranks[0]]})" if len(ranks) == 1 else "")
 
-    missing = [rank for rank in range(len(places)) if rank not in found]
+    missing = [rank for rank in range(len(places)) if rank not in states]
     lines = [f"no sign of life from {placed(missing)}: stopped, ended or cut off"] if missing else []
-    for group in grouped(found):
-        ages = sorted(found[rank].seconds for rank in group)
+    for group in grouped(states):
+        ages = sorted(states[rank].seconds for rank in group)
         spread = f"{ages[0]:.1f}" + (f" to {ages[-1]:.1f}" if len(group) > 1 else "")
-        lines.append(f"{placed(group)}: {found[group[0]].place}, for {spread} s")
+        lines.append(f"{placed(group)}: {states[group[0]].place}, for {spread} s")
     return lines
 
 
-def shown_stacks(found: Mapping[int, RankState]) -> str:
+def shown_stacks(states: Mapping[int, RankState]) -> str:
     """Return the stacks of one rank of each group, of at most STACKS ranks."""
-    ranks = [group[0] for group in grouped(found)[:STACKS]]
-    return "".join(f"stacks of {named([rank])}:\n{found[rank].stacks.rstrip()}\n" for rank in ranks)
+    ranks = [group[0] for group in grouped(states)[:STACKS]]
+    return "".join(f"stacks of {named([rank])}:\n{states[rank].stacks.rstrip()}\n" for rank in ranks)
 
 
-def grouped(found: Mapping[int, RankState]) -> list[list[int]]:
+def grouped(states: Mapping[int, RankState]) -> list[list[int]]:
     """Return groups of ranks at the same point: groups in no collective first, then by ascending size."""
     groups = defaultdict[str, list[int]](list)
-    for rank in sorted(found):
-        groups[found[rank].place].append(rank)
-    return sorted(groups.values(), key=lambda group: (bool(found[group[0]].waits), len(group)))
+    for rank in sorted(states):
+        groups[states[rank].place].append(rank)
+    return sorted(groups.values(), key=lambda group: (bool(states[group[0]].waits), len(group)))
 
 
 def waits() -> bool:
@@ -285,8 +285,8 @@ class Watchdog:
         if self._reports is not None:
             self._reports.clear()
 
-    def beat(self, what: str) -> None:
-        self._doing, self._since = what, time.perf_counter()
+    def beat(self, work: str) -> None:
+        self._doing, self._since = work, time.perf_counter()
 
     @property
     def _changed(self) -> float:
@@ -299,11 +299,11 @@ class Watchdog:
 
     def standing(self, with_stacks: bool = True) -> RankState:
         by_age = sorted(meters(), key=lambda meter: meter.changed)
-        left = [collective(meter.what) for meter in by_age if not meter.waits and any(meter.what)]
+        history = [collective(meter.what) for meter in by_age if not meter.waits and any(meter.what)]
         return RankState(
             self._doing,
             " and ".join(collective(meter.what) for meter in by_age if meter.waits),
-            left[-1] if left else "",
+            history[-1] if history else "",
             time.perf_counter() - self._changed,
             stacks() if with_stacks else "",
             [list(record) for record in list(records.of_comms)],
@@ -342,12 +342,12 @@ class Watchdog:
 
     def _is_due(self, reports: RankReports, age: float) -> bool:
         """Return True if this rank must sign: after a long wait, or a short wait if others signed."""
-        soon, late = min(JOIN, self.limit / 8), min(CALL, self.limit / 2)
+        join, call = min(JOIN, self.limit / 8), min(CALL, self.limit / 2)
         if records.ended is not None:
-            return age > soon
+            return age > join
         if waits():
-            return age > late or (age > soon and reports.is_on())
-        return (self._counts and age > self.limit / 2) or (age > late and reports.is_on())
+            return age > call or (age > join and reports.is_on())
+        return (self._counts and age > self.limit / 2) or (age > call and reports.is_on())
 
     def _sign(self, reports: RankReports, changed: float) -> None:
         reports.sign(self.standing())
@@ -367,26 +367,26 @@ class Watchdog:
             time.sleep(min(POLL, self.limit / 8))  # gives other ranks time to sign
         self._sign(reports, changed)
         states = reports.read()
-        each = report(states, self._places)
-        found = why_stuck(states) or stuck or Stuck(f"no progress for {age:.1f} s: {each[0]}", STATUS)
-        lines = [f"{found.reason}; ending the job", *each]
-        said = "".join(f"zero_mpi: {line}\n" for line in lines) + shown_stacks(states)
-        say(said.removesuffix("\n"))
-        self._at_end(found.status, found.reason)
+        rows = report(states, self._places)
+        cause = why_stuck(states) or stuck or Stuck(f"no progress for {age:.1f} s: {rows[0]}", STATUS)
+        lines = [f"{cause.reason}; ending the job", *rows]
+        text = "".join(f"zero_mpi: {line}\n" for line in lines) + shown_stacks(states)
+        say(text.removesuffix("\n"))
+        self._at_end(cause.status, cause.reason)
         time.sleep(DRAIN)
         reports.clear()
-        end_surely(self._kill, found.status)
+        end_surely(self._kill, cause.status)
 
     # ----------------------------------------------------------------------------------- last resort
 
     def _last_resort(self) -> None:
-        late = False
+        is_late = False
         while not self._over.wait(POLL):
             age = time.perf_counter() - self._changed
-            if late and age > self.limit + GRACE:
+            if is_late and age > self.limit + GRACE:
                 self._end(age)
             # Check twice: after a stop of the process, the first thread must run before this check counts.
-            late = self._counts and age > self.limit + GRACE
+            is_late = self._counts and age > self.limit + GRACE
 
     def _end(self, age: float) -> NoReturn:
         """End the job without using files."""

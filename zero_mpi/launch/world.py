@@ -49,10 +49,10 @@ class StopAwareComm(CommWrapper):
     def allgather_object(self, value: Any) -> list[Any]:
         with self.meter.waiting("the agreement of all ranks"):
             answers = self._inner.allgather_object((signals.word(), value, self.lost()))
-        if why := answers[0][2]:
-            raise JobError(why)
+        if reason := answers[0][2]:
+            raise JobError(reason)
         signals.agreed([word for word, *_ in answers])
-        return [theirs for _, theirs, _ in answers]
+        return [reply for _, reply, _ in answers]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         with self.meter.waiting("the result of rank 0"):
@@ -91,8 +91,8 @@ class World:
 
     def check(self, problem: str = "") -> None:
         """Raise JobError on all ranks if the run folder is lost, or if rank 0 has a problem. Collective."""
-        if why := self.comm.broadcast_object(self.comm.lost() or problem):
-            raise JobError(why)
+        if reason := self.comm.broadcast_object(self.comm.lost() or problem):
+            raise JobError(reason)
 
     def report_end(self, status: int, reason: str = "") -> None:
         """Call the functions in `at_end` in reverse order, as a later one may depend on an earlier one."""
@@ -136,13 +136,13 @@ class World:
 
     def run_on_root_with_beat(self, action: Callable[[Callable[[], None]], Any]) -> Any:
         """Return rank 0's action(beat) on all ranks. A `beat()` counts as progress of the waiting ranks."""
-        due = 0.0
+        next_beat = 0.0
 
         def beat() -> None:
-            nonlocal due
-            if time.monotonic() >= due:
+            nonlocal next_beat
+            if time.monotonic() >= next_beat:
                 self.comm.broadcast_object(True)
-                due = time.monotonic() + BEAT
+                next_beat = time.monotonic() + BEAT
 
         def work() -> Any:
             if self.rank:
@@ -184,9 +184,9 @@ def find_world() -> World:
         from zero_mpi.comm.start_mpi import MPI
     except (ImportError, RuntimeError) as error:
         if environment.under_launcher():
-            why = str(error).partition("\n")[0]
+            reason = str(error).partition("\n")[0]
             raise UsageError(
-                f"started by an MPI launcher, but no MPI library can be loaded ({why}): install one: pip "
+                f"started by an MPI launcher, but no MPI library can be loaded ({reason}): install one: pip "
                 "install 'zero-mpi[mpich]'"
             ) from error
         return World(0, 1)
@@ -216,19 +216,19 @@ def run(
     """
     world, problem = World(environment.launch_rank(), 1), ""  # used until MPI has started
     arguments = sys.argv[1:] if arguments is None else arguments
-    helping = not HELP.isdisjoint(arguments)
+    wants_help = not HELP.isdisjoint(arguments)
     try:
-        if environment.under_launcher() or not (alone or helping):
+        if environment.under_launcher() or not (alone or wants_help):
             world = find_world()
             stopping.handle_again()
-        if alone and world.size > 1 and not helping:
+        if alone and world.size > 1 and not wants_help:
             raise UsageError(f"{name} runs in one process: {instead}")
         signals.ending = world.end
         status = command(world, arguments)
-    except Stopped as stopped:
-        status, problem = stopped.status, str(stopped)
+    except Stopped as stop:
+        status, problem = stop.status, str(stop)
         if world.rank == 0:
-            stopping.report(stopped_early(stopped), is_error=status == FAILED)
+            stopping.report(stopped_early(stop), is_error=status == FAILED)
     except KeyboardInterrupt:
         status, problem = end_interrupted(world), "interrupted"
     except (UsageError, JobError) as error:
@@ -257,15 +257,15 @@ def abort(world: World, error: BaseException) -> NoReturn:
     """Print an exception with this rank's number and end the whole job."""
     await_turn(world.rank)
     text = "\n".join(map(one_line, "".join(traceback.format_exception(error)).rstrip().split("\n")))
-    why = f"zero_mpi: rank {world.rank} of {world.size} failed with the error above; ending the job"
-    world.end(FAILED, f"rank {world.rank}: {text.splitlines()[-1]}", f"{text}\n{why}")
+    summary = f"zero_mpi: rank {world.rank} of {world.size} failed with the error above; ending the job"
+    world.end(FAILED, f"rank {world.rank}: {text.splitlines()[-1]}", f"{text}\n{summary}")
 
 
 def meet(world: World, patience: float) -> bool:
     """Wait until all ranks have called this; return False if some ranks have not after `patience` seconds."""
-    request, until = world.shutdown.Ibarrier(), time.monotonic() + patience
+    request, deadline = world.shutdown.Ibarrier(), time.monotonic() + patience
     while not request.Test():
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.01)
     return True
@@ -279,19 +279,19 @@ def finish(world: World, status: int, problem: str = "") -> NoReturn:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    fine = status in (0, REQUEUE)
-    if world.rank == 0 and not fine:
+    is_fine = status in (0, REQUEUE)
+    if world.rank == 0 and not is_fine:
         world.report_end(status, problem)
     if world.shutdown is not None:
-        records.ended = 0 if fine else None
+        records.ended = 0 if is_fine else None
         with world.meter.waiting(END):
             if not meet(world, PATIENCE if status else math.inf):
-                why = f" ({problem})" if problem else ""
-                text = f"zero_mpi: rank {world.rank} of {world.size} left alone{why}; ending the job"
-                world.end(FAILED, f"rank {world.rank} left alone{why}", text)
+                suffix = f" ({problem})" if problem else ""
+                text = f"zero_mpi: rank {world.rank} of {world.size} left alone{suffix}; ending the job"
+                world.end(FAILED, f"rank {world.rank} left alone{suffix}", text)
     for close in world.closing:
         close()
-    if world.rank == 0 and fine:  # all ranks have reached this point
+    if world.rank == 0 and is_fine:  # all ranks have reached this point
         world.report_end(status, problem)
     if world.shutdown is not None and status == REQUEUE:
         meet(world, PATIENCE)  # rank 0 calls its functions first, as a released launcher may end all ranks

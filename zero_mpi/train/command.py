@@ -92,9 +92,9 @@ def show(world: World, config: Config) -> int:
     """Print the plan of a run. Return the exit status; raise UsageError as a run does. Collective."""
     world.on_root(lambda: check_out(Path(config.out)))
     spec = resolve(world, config)
-    case, why = find_case(world, spec)
+    case, reason = find_case(world, spec)
     alone = world.size == 1 and not environment.under_launcher()
-    write(world.on_root(lambda: [*lines(spec, case, why, alone)]) or ())
+    write(world.on_root(lambda: [*lines(spec, case, reason, alone)]) or ())
 
     def check_memory() -> None:
         if spec.memory_problem:
@@ -116,14 +116,14 @@ def check_disk(config: Config, model: ModelConfig) -> list[str]:
 
     Existing checkpoints need no more space. Raises UsageError if not even one fits. Quotas are ignored.
     """
-    each = checkpoint_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
+    nbytes = checkpoint_bytes(make_case(replace(config, device=device.in_use().name), model, 1, 1))
     out, free = Path(config.out), shutil.disk_usage(existing(Path(config.out))).free
-    found = f"--out {shown(out)}: {size(free)} free, but a checkpoint takes {size(each)}"
-    if free < each:
-        raise UsageError(f"{found}: free some space, or use another disk")
+    shortage = f"--out {shown(out)}: {size(free)} free, but a checkpoint takes {size(nbytes)}"
+    if free < nbytes:
+        raise UsageError(f"{shortage}: free some space, or use another disk")
     count = max(1, (config.keep or 1) + 1 - len(folders.steps(out)))
-    few = f"{found}; --keep {config.keep} needs space for at least {count}"
-    return [Caution(few)] if free < count * each else []
+    warning = f"{shortage}; --keep {config.keep} needs space for at least {count}"
+    return [Caution(warning)] if free < count * nbytes else []
 
 
 def existing(path: Path) -> Path:
@@ -150,10 +150,10 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
     if case.transport.shares_memory:
         from zero_mpi.comm.shared.memory import MARGIN, space_problem
 
-        needed = plan_memory(case).node_shared + MARGIN
-        here = space_problem(needed) if world.node.rank == 0 else ""
-        found = world.comm.allgather_object(here)
-        problem = problem or next((text for text in found if text), "")
+        need = plan_memory(case).node_shared + MARGIN
+        fault = space_problem(need) if world.node.rank == 0 else ""
+        faults = world.comm.allgather_object(fault)
+        problem = problem or next((text for text in faults if text), "")
         case = replace(case, transport_wanted=kinds.MPI) if problem else case
     world.run_on_all(lambda: check_sums(case))
     return case, problem
@@ -162,10 +162,10 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
 # ------------------------------------------------------------------------------------------- the text
 
 
-def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
+def lines(spec: RunSpec, case: Case, reason: str, alone: bool) -> Iterator[str]:
     """Yield the lines of a dry run, on rank 0. Raise UsageError for a checkpoint without progress counts.
 
-    why: reason for another transport than the requested one; alone: whether no launcher started this process
+    reason: cause of another transport than the requested one; alone: whether no launcher started this process
     """
     assert spec.corpus is not None and spec.loader is not None, "expected the text on rank 0"  # noqa: PT018
     config = spec.config
@@ -179,7 +179,7 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     if case.model.stored:
         yield f"base       {base(case)}"
     yield f"strategy   {config.strategy}, {'exact' if case.exact else 'fast'} reduction"
-    yield f"transport  {transport(config.transport, case, why)}"
+    yield f"transport  {transport(config.transport, case, reason)}"
     yield f"device     {device.in_use().name}, {config.precision}"
     for title, text in data_rows(config, spec.corpus, spec.loader):
         if text:
@@ -198,34 +198,34 @@ def lines(spec: RunSpec, case: Case, why: str, alone: bool) -> Iterator[str]:
     yield "for the time per step, run zero-mpi plan with these flags and --doctor FILE (from zero-mpi doctor)"
 
 
-def transport(wanted: str, case: Case, why: str) -> str:
+def transport(flag: str, case: Case, reason: str) -> str:
     """Return the transport as text, with a remark if --transport auto chose it."""
-    auto, text = wanted == "auto", case.transport.text
+    auto, text = flag == "auto", case.transport.text
     if case.transport.on_gpu:
-        text = "from GPU to GPU by MPI if a test succeeds, else through the host" if auto else wanted
-    because = f", because {why}" if why else ""
-    return text + because + (" (chosen by --transport auto)" if auto else "")
+        text = "from GPU to GPU by MPI if a test succeeds, else through the host" if auto else flag
+    clause = f", because {reason}" if reason else ""
+    return text + clause + (" (chosen by --transport auto)" if auto else "")
 
 
 def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
     """Yield the lines on the step at which the run begins and on the files that it writes."""
     config, checkpoint = spec.config, spec.checkpoint
     if checkpoint is None:
-        begins = "at step 0" if config.init is None else f"at step 0, with the weights of {config.init}"
+        start = "at step 0" if config.init is None else f"at step 0, with the weights of {config.init}"
     else:
         step = read_progress(checkpoint.files.state).step
-        left = max(0, config.steps - step)
-        begins = f"at step {step:,}, from {checkpoint.folder}: {left:,} step(s) left"
-    yield f"begins     {begins}"
-    when = f"every {config.save_every:,} steps and at the end" if config.save_every else "at the end"
-    when = "every 10 minutes and at the end" if config.save_every is None else when
-    stays = "stay"
+        remaining = max(0, config.steps - step)
+        start = f"at step {step:,}, from {checkpoint.folder}: {remaining:,} step(s) left"
+    yield f"begins     {start}"
+    schedule = f"every {config.save_every:,} steps and at the end" if config.save_every else "at the end"
+    schedule = "every 10 minutes and at the end" if config.save_every is None else schedule
+    verb = "stay"
     if config.patience is not None:
-        when, stays = f"{when} and at each new best", "and the best are kept"
-    kept = f"the newest {config.keep} {stays}" if config.keep else "all stay"
+        schedule, verb = f"{schedule} and at each new best", "and the best are kept"
+    policy = f"the newest {config.keep} {verb}" if config.keep else "all stay"
     yield (
-        f"writes     to {config.out}: a checkpoint {when}, about {size(checkpoint_bytes(case))} each, "
-        f"{kept}; {size(shutil.disk_usage(existing(Path(config.out))).free)} free"
+        f"writes     to {config.out}: a checkpoint {schedule}, about {size(checkpoint_bytes(case))} each, "
+        f"{policy}; {size(shutil.disk_usage(existing(Path(config.out))).free)} free"
     )
 
 

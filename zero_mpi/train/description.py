@@ -75,18 +75,18 @@ def describe(
     if config.teacher is not None:
         settings["data.teacher"] = open_teacher(config.teacher).sha256
     if model.lora is not None and init is not None:
-        kept = {key: metadata[key] for key in (QAT,) if key in metadata}
+        keys = {key: metadata[key] for key in (QAT,) if key in metadata}
         if tokens_of(init):
-            kept[TOKENS_ADDED] = tokens_of(init)
+            keys[TOKENS_ADDED] = tokens_of(init)
         name = {"general.name": metadata.get("general.name", model.arch)}
-        metadata = adapter_metadata(model.lora) | name | kept
+        metadata = adapter_metadata(model.lora) | name | keys
         settings["base"] = weights_digest(init)
     precision = f"{config.precision}, gradients {config.reduce_dtype or config.precision}"
     machine = {} if config.precision == "fp32" else {"precision": precision}
-    about = (model.arch, metadata, settings, machine, config.plan())
+    facts = (model.arch, metadata, settings, machine, config.plan())
     if model.lora is not None:
-        return Description(*about, weights=folders.ADAPTER)
-    return Description(*about, model.constants())
+        return Description(*facts, weights=folders.ADAPTER)
+    return Description(*facts, model.constants())
 
 
 def of_text(
@@ -124,8 +124,8 @@ def what_was_read(
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
     """Return the model's configuration by field, without adapters; fields in LATER only if they are not 0."""
-    found = dataclasses.asdict(model).items()
-    return {name: value for name, value in found if name != "lora" and (value or name not in LATER)}
+    fields = dataclasses.asdict(model).items()
+    return {name: value for name, value in fields if name != "lora" and (value or name not in LATER)}
 
 
 def as_json(value: Any) -> Any:
@@ -161,10 +161,10 @@ def identity(
     weights: setting -> file of initial weights. Raises FileError for a file that cannot be read.
     """
     facts = {key: value for key, value in description.settings.items() if key not in NAMES or key in READ}
-    begun = {name: None if file is None else weights_digest(file) for name, file in weights.items()}
+    digests = {name: None if file is None else weights_digest(file) for name, file in weights.items()}
     return {
         SETTINGS: settings_of(config),
-        FACTS: {**facts, **begun},
+        FACTS: {**facts, **digests},
         MACHINE: dict(description.machine),
         CODE: consistency.own_source(),
     }
@@ -203,54 +203,54 @@ def processor() -> str:
 # ------------------------------------------------------------------------------------------- between ranks
 
 
-def check_bits(found: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
+def check_bits(reports: Sequence[tuple[str, Machine]], exact: bool, notes: list[str]) -> None:
     """Raise UsageError, with the facts that differ, if a rank's trial or threads differ from most ranks'.
 
-    If `exact` is false, append a note instead. `found`: host and machine facts of each rank.
+    If `exact` is false, append a note instead. `reports`: host and machine facts of each rank.
     """
     # On a GPU, the bits do not depend on the number of threads of the host.
-    values = [f"{each[TRIAL]} {'' if 'device' in each else each[THREADS]}" for _, each in found]
+    values = [f"{machine[TRIAL]} {'' if 'device' in machine else machine[THREADS]}" for _, machine in reports]
     odd = odd_one(values)
     if odd is None:
         return
     rank, usual = odd
-    alike = [number for number, value in enumerate(values) if value == usual]
-    hosts, machines = zip(*found, strict=True)
-    here, there = names(machines[rank], machines[alike[0]])
+    majority = [number for number, value in enumerate(values) if value == usual]
+    hosts, machines = zip(*reports, strict=True)
+    facts, usual_facts = names(machines[rank], machines[majority[0]])
     text = (
-        f"the ranks compute different bits: rank {rank} on {hosts[rank]} has {here}, "
-        f"{named(alike)} (on {hosts[alike[0]]}) {there}"
+        f"the ranks compute different bits: rank {rank} on {hosts[rank]} has {facts}, "
+        f"{named(majority)} (on {hosts[majority[0]]}) {usual_facts}"
     )
     if exact:
         raise UsageError(f"{text}; {REMEDY}")
     notes.append(log.Caution(text))
 
 
-def names(ours: Machine, usual: Machine) -> tuple[str, str]:
+def names(machine: Machine, usual: Machine) -> tuple[str, str]:
     """Return a text for each of two machines: the facts that differ, or the trials if all facts are equal."""
-    keys = [key for key in ours if key != TRIAL and ours[key] != usual.get(key)] or [TRIAL]
-    here, there = (", ".join(f"{key} {shown(of.get(key))}" for key in keys) for of in (ours, usual))
-    return here, there
+    keys = [key for key in machine if key != TRIAL and machine[key] != usual.get(key)] or [TRIAL]
+    facts, usual_facts = (", ".join(f"{key} {shown(m.get(key))}" for key in keys) for m in (machine, usual))
+    return facts, usual_facts
 
 
 # ------------------------------------------------------------------------------------------- at a resume
 
 
-def changes(before: Machine, now: Machine, what: str = "the checkpoint") -> Iterator[str]:
+def changes(before: Machine, now: Machine, label: str = "the checkpoint") -> Iterator[str]:
     """Yield at most one line on differences between machines that may change the last bits."""
-    other = before.get(TRIAL) != now.get(TRIAL)
+    differs = before.get(TRIAL) != now.get(TRIAL)
     keys = [
         key
         for key in dict.fromkeys((*now, *before))
-        if key != TRIAL and before.get(key) != now.get(key) and (other or key not in EXPLAINING)
+        if key != TRIAL and before.get(key) != now.get(key) and (differs or key not in EXPLAINING)
     ]
-    made = "; ".join(f"{key} {shown(before.get(key))}, now {shown(now.get(key))}" for key in keys)
-    if other and TRIAL not in before:
-        made = "; ".join(filter(None, (made, "kernels of unknown bits, as no test was recorded")))
-    elif other and not keys:
-        made = "kernels that gave other bits in a test, although CPU and libraries have the same names"
-    if made:
-        yield f"{what} was made with {made}: the last bits of results may change"
+    origin = "; ".join(f"{key} {shown(before.get(key))}, now {shown(now.get(key))}" for key in keys)
+    if differs and TRIAL not in before:
+        origin = "; ".join(filter(None, (origin, "kernels of unknown bits, as no test was recorded")))
+    elif differs and not keys:
+        origin = "kernels that gave other bits in a test, although CPU and libraries have the same names"
+    if origin:
+        yield f"{label} was made with {origin}: the last bits of results may change"
 
 
 VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # must be equal on all ranks; of others, only effects are compared

@@ -63,7 +63,7 @@ class Objective:
         """Compute numbers of the current model that the objective needs later. Return them. Collective."""
         raise NotImplementedError
 
-    def use(self, kept: Floats) -> None:
+    def use(self, numbers: Floats) -> None:
         """Set the numbers that an earlier `keep` returned."""
 
     def step(self, number: int) -> StepLoss:
@@ -106,10 +106,10 @@ class PairStep(StepLoss):
     def __init__(self, preference: Preference, windows: PairWindows, batches: Sequence[Array]) -> None:
         super().__init__(self._micro)
         self.preference, self.windows, self.batches = preference, windows, batches
-        found = [windows.sequences(each) for each in batches]
-        ends = np.cumsum([len(numbers) for numbers, *_ in found]).tolist()
+        sequences = [windows.sequences(each) for each in batches]
+        ends = np.cumsum([len(numbers) for numbers, *_ in sequences]).tolist()
         self.places = list(map(slice, [0, *ends], ends))  # the sequences of each micro-batch, as slices
-        self.numbers, self.counts, sizes = (np.concatenate(each) for each in zip(*found, strict=True))
+        self.numbers, self.counts, sizes = (np.concatenate(each) for each in zip(*sequences, strict=True))
         self.is_better, count = self.numbers % 2 == 0, self.numbers.size
         self.terms = count if preference.is_unpaired else count // 2
         self.positions = int(sizes[self.is_better].sum())
@@ -121,11 +121,11 @@ class PairStep(StepLoss):
         return self._sums.ravel().tolist()
 
     def _micro(self, i: int) -> tuple[Any, HeadLoss]:
-        pairs, here = self.windows.pairs(self.batches[i]), self.places[i]
+        pairs, rows = self.windows.pairs(self.batches[i]), self.places[i]
 
         def learn(sums: Sequence[float]) -> tuple[float, Sequence[float]]:
-            self._sums[here] = np.reshape(sums, (-1, self._sums.shape[1]))
-            return self.loss(here, self._sums[here])
+            self._sums[rows] = np.reshape(sums, (-1, self._sums.shape[1]))
+            return self.loss(rows, self._sums[rows])
 
         return as_input(pairs.batch), SequenceLoss(self._segments(pairs), learn)
 
@@ -142,19 +142,19 @@ class PairStep(StepLoss):
         def compute(i: int, losses: Array) -> None:
             module.comm.meter.beat()
             pairs = read(self.windows.pairs(self.batches[i]))
-            found = module.losses(as_input(pairs.batch), SequenceLoss(self._segments(pairs)), adapted=adapted)
-            for place, value in enumerate(found, self.places[i].start * width):
+            sums = module.losses(as_input(pairs.batch), SequenceLoss(self._segments(pairs)), adapted=adapted)
+            for place, value in enumerate(sums, self.places[i].start * width):
                 losses[place] = value
 
-        found: Floats = -dealt_out(module, len(self.batches), self._sums.size, compute)
-        return found.reshape(-1, width)
+        sums: Floats = -dealt_out(module, len(self.batches), self._sums.size, compute)
+        return sums.reshape(-1, width)
 
-    def loss(self, here: slice, sums: Floats) -> tuple[float, Sequence[float]]:
-        """Return the part of the loss from the sequences `here`, and its gradient with respect to `sums`."""
-        ratios, counts = sums[:, 0] - self.reference[here], self.counts[here]
-        scored = self.preference.score(self.numbers[here].tolist(), ratios.tolist(), counts.tolist(), self.kl)
-        loss, slopes, better = sum(scored.terms) / self.terms, np.zeros_like(sums), self.is_better[here]
-        slopes[:, 0] = np.array(scored.slopes) / self.terms
+    def loss(self, rows: slice, sums: Floats) -> tuple[float, Sequence[float]]:
+        """Return the part of the loss from the sequences `rows`, and its gradient with respect to `sums`."""
+        ratios, counts = sums[:, 0] - self.reference[rows], self.counts[rows]
+        score = self.preference.score(self.numbers[rows].tolist(), ratios.tolist(), counts.tolist(), self.kl)
+        loss, slopes, better = sum(score.terms) / self.terms, np.zeros_like(sums), self.is_better[rows]
+        slopes[:, 0] = np.array(score.slopes) / self.terms
         if self.preference.learns_prompts:
             loss -= sum(sums[better].ravel().tolist()) / self.positions
             slopes[better] -= 1 / self.positions
@@ -164,22 +164,22 @@ class PairStep(StepLoss):
         """Return rewards, log-probabilities and other figures, named as in TRL."""
         table, by_token = np.reshape(sums, self._sums.shape), not self.preference.has_reference
         answers = table[:, 0] / self.counts if by_token else table[:, 0]
-        rewards, found = self.preference.beta * (answers - self.reference), Figures()
+        rewards, figures = self.preference.beta * (answers - self.reference), Figures()
         for kind, values in (("rewards", rewards), ("logps", answers)):
             for name, side in (("chosen", self.is_better), ("rejected", ~self.is_better)):
                 if side.any():
-                    found[f"{kind}/{name}"] = mean(values[side])
+                    figures[f"{kind}/{name}"] = mean(values[side])
         if np.array_equal(self.numbers[::2] + 1, self.numbers[1::2]):  # all sequences come in pairs
-            found["rewards/accuracies"] = mean(rewards[::2] > rewards[1::2])
-            found["rewards/margins"] = mean(rewards[::2] - rewards[1::2])
+            figures["rewards/accuracies"] = mean(rewards[::2] > rewards[1::2])
+            figures["rewards/margins"] = mean(rewards[::2] - rewards[1::2])
         if self.preference.is_unpaired:
-            found["kl"] = self.kl
+            figures["kl"] = self.kl
         if self.preference.learns_prompts and np.isfinite(table).all():
             odds = list(map(log_odds, answers[::2].tolist(), answers[1::2].tolist()))
-            found["nll_loss"] = -float(np.cumsum(table[self.is_better])[-1]) / self.positions
-            found["log_odds_ratio"] = mean(list(map(log_sigmoid, odds)))
-            found["log_odds_chosen"] = mean(odds)
-        return found
+            figures["nll_loss"] = -float(np.cumsum(table[self.is_better])[-1]) / self.positions
+            figures["log_odds_ratio"] = mean(list(map(log_sigmoid, odds)))
+            figures["log_odds_chosen"] = mean(odds)
+        return figures
 
 
 class PreferenceObjective(Objective):
@@ -200,19 +200,19 @@ class PreferenceObjective(Objective):
         self._kept: dict[int, Floats] = {}  # id of a PairWindows -> log-probabilities
 
     def keep(self) -> Floats:
-        found = list[Floats]()
+        parts = list[Floats]()
         for windows in self._data:
             cuts = np.arange(self.loader.micro_batch, len(windows), self.loader.micro_batch)
             step = PairStep(self.preference, windows, np.split(np.arange(len(windows)), cuts))
             for read in self._reads:
-                found.append(np.zeros(windows.sides))
-                found[-1][step.numbers] = step.measure(self.module, read)[:, 0]
-        return np.concatenate(found)
+                parts.append(np.zeros(windows.sides))
+                parts[-1][step.numbers] = step.measure(self.module, read)[:, 0]
+        return np.concatenate(parts)
 
-    def use(self, kept: Floats) -> None:
+    def use(self, numbers: Floats) -> None:
         for windows in self._data:
             size = len(self._reads) * windows.sides
-            self._kept[id(windows)], kept = kept[:size].reshape(-1, windows.sides), kept[size:]
+            self._kept[id(windows)], numbers = numbers[:size].reshape(-1, windows.sides), numbers[size:]
 
     def step(self, number: int) -> StepLoss:
         return self._with_reference(self._windows, self.loader.batches(number))
@@ -224,16 +224,16 @@ class PreferenceObjective(Objective):
 
     def _with_reference(self, windows: PairWindows, batches: Sequence[Array]) -> PairStep:
         """Return the `PairStep` of micro-batches, with the reference's sums if there is one. Collective."""
-        step, kept = PairStep(self.preference, windows, batches), self._kept.get(id(windows))
+        step, table = PairStep(self.preference, windows, batches), self._kept.get(id(windows))
         if not self.preference.has_reference:
             return step
-        before = [
-            step.measure(self.module, read, adapted=False)[:, 0] if kept is None else kept[n, step.numbers]
+        references = [
+            step.measure(self.module, read, adapted=False)[:, 0] if table is None else table[n, step.numbers]
             for n, read in enumerate(self._reads)
         ]
-        step.reference = before[0]
+        step.reference = references[0]
         if self.preference.is_unpaired:
-            step.kl = max(0.0, mean(step.measure(self.module, mismatched)[:, 0] - before[1]))
+            step.kl = max(0.0, mean(step.measure(self.module, mismatched)[:, 0] - references[1]))
         return step
 
 
@@ -260,8 +260,8 @@ class DistillObjective(Objective):
 
     def micro(self, number: int, scale: float, i: int) -> tuple[Any, HeadLoss]:
         batch, windows = self.loader.micro(number, i), cast("Windows | PackedWindows", self.loader.windows)
-        at = windows.places(self.loader.batches(number)[i])
-        places = self._stream.in_data(np.where(batch.targets == UNCOUNTED, -1, at).ravel())
+        positions = windows.places(self.loader.batches(number)[i])
+        places = self._stream.in_data(np.where(batch.targets == UNCOUNTED, -1, positions).ravel())
         records = self._teacher.read(self._path, places)
         return as_input(batch), Distilled(
             batch.targets, scale, records, self._weight, self._teacher.temperature, self._teacher.vocab
@@ -270,16 +270,16 @@ class DistillObjective(Objective):
 
 def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
     """Raise UsageError unless the teacher predicts the tokens of this data."""
-    found = open_teacher(path)
-    made = {"data": corpus.sha256, "tokenizer": fingerprint(tokenizer), "vocabulary": model.vocab_size}
-    has = {"data": found.data, "tokenizer": found.tokenizer, "vocabulary": found.vocab}
+    teacher = open_teacher(path)
+    run = {"data": corpus.sha256, "tokenizer": fingerprint(tokenizer), "vocabulary": model.vocab_size}
+    facts = {"data": teacher.data, "tokenizer": teacher.tokenizer, "vocabulary": teacher.vocab}
     if tokenizer is None:  # for token files
-        has["tokenizer"] = made["tokenizer"]
-    for name, value in has.items():
-        if value != made[name]:
+        facts["tokenizer"] = run["tokenizer"]
+    for name, value in facts.items():
+        if value != run[name]:
             raise UsageError(
-                f"--teacher {shown(path)}: made for {name} {quoted(value)}, expected {quoted(made[name])}: "
+                f"--teacher {shown(path)}: made for {name} {quoted(value)}, expected {quoted(run[name])}: "
                 "run evaluate --top-k-out with the same --data"
             )
-    if len(corpus.parts) > 1 or found.tokens != sum(corpus.tokens):
+    if len(corpus.parts) > 1 or teacher.tokens != sum(corpus.tokens):
         raise UsageError(f"--teacher {shown(path)}: expected --data without shares and no --val-data")

@@ -144,18 +144,18 @@ class Evaluation(Observer):
             step.record.update({f"val_{name}_before": x for name, x in self._before.figures.items()})
         if step.number != self._last and not (self._every > 0 and step.number % self._every == 0):
             return
-        found = self._timed()
-        if found is None:
+        held_out = self._timed()
+        if held_out is None:
             return
-        self.loss = step.record["val_loss"] = found.mean
-        if found.by_source:
-            step.record["val_losses"] = found.by_source
-        step.record.update({f"val_{name}": value for name, value in found.figures.items()})
+        self.loss = step.record["val_loss"] = held_out.mean
+        if held_out.by_source:
+            step.record["val_losses"] = held_out.by_source
+        step.record.update({f"val_{name}": value for name, value in held_out.figures.items()})
 
     def _timed(self) -> HeldOutLoss | None:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         loss = self._evaluate()
-        self.longest = max(self.longest, time.perf_counter() - begun)
+        self.longest = max(self.longest, time.perf_counter() - start)
         return loss
 
 
@@ -262,21 +262,21 @@ class RankFigures(Observer):
             self._energy.count()
         if not (self._logs(step.number) or "val_loss" in step.record):
             return
-        at_work, (computed, waited) = device.in_use(), self.pace.take()
-        own = RankReport(
-            at_work.memory_in_use(),
-            computed if at_work is device.HOST else None,
+        processor, (computed, waited) = device.in_use(), self.pace.take()
+        local = RankReport(
+            processor.memory_in_use(),
+            computed if processor is device.HOST else None,
             waited,
             None if self._energy is None else self._energy.take(),
         )
-        reports: list[RankReport] = self._world.comm.allgather_object(own)
-        seconds = [one.seconds for one in reports]
-        step.record["memory_bytes"] = [one.memory for one in reports]
+        reports: list[RankReport] = self._world.comm.allgather_object(local)
+        seconds = [report.seconds for report in reports]
+        step.record["memory_bytes"] = [report.memory for report in reports]
         step.record["micro_batch_seconds"] = seconds
-        step.record["waited_seconds"] = [one.waited for one in reports]
+        step.record["waited_seconds"] = [report.waited for report in reports]
         if self._world.rank == 0:
             self._say(self._slow.saw(seconds))
-        joules = [one.joules for one in reports if one.joules is not None]
+        joules = [report.joules for report in reports if report.joules is not None]
         if joules:
             step.record["joules"] = sum(joules)
             self._joules, self._hosts = self._joules + sum(joules), len(joules)
@@ -284,8 +284,8 @@ class RankFigures(Observer):
     def close(self, tokens: int) -> None:
         """Log the energy of the job, if hosts measure it. `tokens`: number of tokens trained on."""
         if self._hosts and tokens:
-            hosts, each = plural(self._hosts, "host"), self._joules / tokens
-            log.info("energy: %.4g kJ of %s, %.3g J per token", self._joules / 1e3, hosts, each)
+            hosts, joules = plural(self._hosts, "host"), self._joules / tokens
+            log.info("energy: %.4g kJ of %s, %.3g J per token", self._joules / 1e3, hosts, joules)
 
 
 class StepTimer:
@@ -321,24 +321,24 @@ class SlowRanks:
 
     def saw(self, seconds: Sequence[float | None]) -> str:
         """Add the seconds per micro-batch of each rank. Return a text with the names of slow ranks, or ""."""
-        known = {rank: value for rank, value in enumerate(seconds) if value is not None}
-        middle = statistics.median_low(known.values()) if known else 0.0
-        now = {rank: value / middle - 1 for rank, value in known.items() if value > (1 + BEHIND) * middle > 0}
-        for rank in [rank for rank in self._behind if rank not in now]:
+        paces = {rank: pace for rank, pace in enumerate(seconds) if pace is not None}
+        median = statistics.median_low(paces.values()) if paces else 0.0
+        lags = {rank: pace / median - 1 for rank, pace in paces.items() if pace > (1 + BEHIND) * median > 0}
+        for rank in [rank for rank in self._behind if rank not in lags]:
             if self._behind.pop(rank) >= RECORDS:
                 log.info("rank %d on %s is no longer slow", rank, self._hosts[rank])
-        for rank, behind in now.items():
+        for rank, lag in lags.items():
             self._behind[rank] += 1
             if self._behind[rank] == RECORDS:
                 log.warning(
                     "rank %d on %s is slow: %.4g s per micro-batch, %.0f %% more than the median of ranks "
                     "(%.4g s), %d times in a row. Is another program running there? zero-mpi doctor measures "
                     "all ranks at once",
-                    *(rank, self._hosts[rank], known[rank], 100 * behind, middle, RECORDS),
-                    extra={"facts": {"rank": rank, "host": self._hosts[rank], "behind": round(behind, 3)}},
+                    *(rank, self._hosts[rank], paces[rank], 100 * lag, median, RECORDS),
+                    extra={"facts": {"rank": rank, "host": self._hosts[rank], "behind": round(lag, 3)}},
                 )
         return "; ".join(
-            f"rank {rank} on {self._hosts[rank]}, {behind:.0%} behind"
-            for rank, behind in now.items()
+            f"rank {rank} on {self._hosts[rank]}, {lag:.0%} behind"
+            for rank, lag in lags.items()
             if self._behind[rank] >= RECORDS
         )

@@ -98,13 +98,13 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     spec = read_text(world, spec, cached)
     if spec.corpus is not None and spec.loader is not None:
         notes += map(log.Caution, bounds.cautions(spec.config, max(spec.loader.epochs(spec.config.steps))))
-        said = [*spec.corpus.notes, *spec.loader.windows.notes()]
-        notes += (note if isinstance(note, Remark) else log.Caution(note) for note in said)
+        data_notes = [*spec.corpus.notes, *spec.loader.windows.notes()]
+        notes += (note if isinstance(note, Remark) else log.Caution(note) for note in data_notes)
     notes += map(log.Caution, inputs.passed_over(spec.init))
     if checkpoint is not None or not config.dry_run:  # a dry run without a checkpoint compares no bits
         machine = try_operations(world, spec.config, spec.threads, notes)
-        described = replace(spec.description, machine={**machine, **spec.description.machine})
-        spec = replace(spec, description=described)
+        facts = replace(spec.description, machine={**machine, **spec.description.machine})
+        spec = replace(spec, description=facts)
     if checkpoint is not None:
         notes += resume.changes_since(checkpoint, spec.description)
         notes += resume.jumps_of_rate(checkpoint, spec.config)
@@ -121,24 +121,24 @@ def read_inputs(
     config = resume.as_begun(config, checkpoint)
     unsaid = frozenset(config.unsaid)
     device.use(config.device, number)
-    where = device.in_use().name
-    kinds.check_flag(config.transport, where == "cuda")
+    device_name = device.in_use().name
+    kinds.check_flag(config.transport, device_name == "cuda")
     threads = set_threads(config)
     init = inputs.open_init(config)
-    named = None if init is None else inputs.read_model(init)
-    tokenizer = resume.tokenizer_as_begun(inputs.choose_tokenizer(config, init, named), begun)
-    model = inputs.adapted(config, named or inputs.model_from_flags(config, tokenizer), init, where)
+    base = None if init is None else inputs.read_model(init)
+    tokenizer = resume.tokenizer_as_begun(inputs.choose_tokenizer(config, init, base), begun)
+    model = inputs.adapted(config, base or inputs.model_from_flags(config, tokenizer), init, device_name)
     config = inputs.shortened(config, model)
     inputs.check_model(config, model)
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model, tokens_of(init))
-    resumed = None if checkpoint is None else keys_of(checkpoint.files.state).text(ID)
-    facts = description.what_was_read(config, resumed, init, model, tokenizer)
+    checkpoint_id = None if checkpoint is None else keys_of(checkpoint.files.state).text(ID)
+    facts = description.what_was_read(config, checkpoint_id, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
     kind = bounds.DataKind(tokenizer is not None, data.holds_token_files(config.data))
-    remarks = [*bounds.remarks(config, kind), *inputs.kept_as_floats(init, model, where)]
+    remarks = [*bounds.remarks(config, kind), *inputs.kept_as_floats(init, model, device_name)]
     day = resume.settled_day(config, tokenizer, checkpoint)
     config = replace(config, bos=resume.settled_bos(config, tokenizer, checkpoint), template_date=day)
-    found = RunSpec(
+    spec = RunSpec(
         config=config,
         threads=threads,
         init=init,
@@ -150,7 +150,7 @@ def read_inputs(
         unsaid=unsaid,
         notes=tuple(remarks),
     )
-    return found, {name: short_digest(value) for name, value in facts.items()}
+    return spec, {name: short_digest(value) for name, value in facts.items()}
 
 
 def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
@@ -158,7 +158,7 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
 
     The run's memory is checked before the text is read, and again with the settings that the text decides.
     """
-    nodes, on_root = rank_memory.nodes_of(world), list[RunSpec]()
+    nodes, specs = rank_memory.nodes_of(world), list[RunSpec]()
 
     def memory_problem(config: Config) -> str:
         problem = rank_memory.find_problem(nodes, config, spec.model, world.size)
@@ -184,12 +184,12 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
             resume.check_resume(
                 spec.checkpoint, description.of_text(spec.description, config, corpus.sha256, packing, keys)
             )
-        on_root.append(replace(spec, corpus=corpus, loader=loader, memory_problem=problem))
+        specs.append(replace(spec, corpus=corpus, loader=loader, memory_problem=problem))
         return config, corpus.sha256, packing, keys
 
-    config, *found = world.run_on_root_with_beat(read)
-    described = description.of_text(spec.description, config, *found)
-    return replace(on_root[0] if on_root else spec, config=config, description=described)
+    config, *text_facts = world.run_on_root_with_beat(read)
+    facts = description.of_text(spec.description, config, *text_facts)
+    return replace(specs[0] if specs else spec, config=config, description=facts)
 
 
 def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
@@ -201,8 +201,8 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
     config, model = spec.config, spec.model
     streams = [part.stream for part in (*corpus.parts, *corpus.held_out)]
     if config.lora is not None:
-        most = LR_TIMES_WIDTH / model.embedding_length * config.rate_factor
-        config = unless_said(config, lr=min(config.lr, most))
+        limit = LR_TIMES_WIDTH / model.embedding_length * config.rate_factor
+        config = unless_said(config, lr=min(config.lr, limit))
     if config.init is not None and all(stream.counted is not None for stream in streams):
         step = 1 if config.preference is None else 2  # both answers of a pair are in one window
         ends = [stream.ends[step - 1 :: step] for stream in streams]
@@ -222,8 +222,8 @@ def packing_of(config: Config, stream: Stream) -> str:
 
 def set_threads(config: Config) -> int:
     """Set the number of threads of this rank and return it. The default is 1 in exact mode."""
-    wanted = bounds.threads_within(bounds.thread_count(config.threads))
-    return ops.use_threads(environment.cores_per_rank() if wanted == 0 else wanted)
+    threads = bounds.threads_within(bounds.thread_count(config.threads))
+    return ops.use_threads(environment.cores_per_rank() if threads == 0 else threads)
 
 
 def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None, batches: Batches) -> Corpus:
@@ -268,10 +268,10 @@ def windows_of(config: Config, part: Part) -> WindowSource:
     if part.name and config.preference is not None:
         raise UsageError(f"--loss {config.loss}: expected --data without shares, found {part.name}")
     paired = config.preference is not None
-    found = data.windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos, paired)
-    if part.name and not len(found):
-        raise UsageError(f"--data: {part.name} holds no {found.kind}")
-    return found
+    source = data.windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos, paired)
+    if part.name and not len(source):
+        raise UsageError(f"--data: {part.name} holds no {source.kind}")
+    return source
 
 
 def try_operations(world: World, config: Config, threads: int, notes: list[str]) -> dict[str, Any]:
@@ -286,8 +286,8 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     world.node_by_node(lambda: ops.prepare(partial(log.info, "%s") if world.rank == 0 else None, kind))
     machines = world.results(lambda: (platform.node(), description.machine_facts(threads, kind)))
     description.check_bits(machines, config.reduction == "exact", notes)
-    slow = ops.slower(kind)
-    if slow:
-        notes.append(log.Caution(f"--precision {config.precision} is {slow}"))
-    result: dict[str, Any] = machines[0][1]
-    return result
+    reason = ops.slower(kind)
+    if reason:
+        notes.append(log.Caution(f"--precision {config.precision} is {reason}"))
+    facts: dict[str, Any] = machines[0][1]
+    return facts

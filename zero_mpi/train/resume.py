@@ -82,8 +82,8 @@ def find_checkpoint(world: World, config: Config, out: Path, notes: list[str]) -
         notes += [Caution(f"skipped an unusable checkpoint: {text}") for text in faults]
         return point
     if faults:
-        more = f" (and {len(faults) - 1} older ones cannot be used either)" if len(faults) > 1 else ""
-        raise UsageError(f"{faults[0]}{more}; use --resume DIR with another checkpoint, or --resume never")
+        suffix = f" (and {len(faults) - 1} older ones cannot be used either)" if len(faults) > 1 else ""
+        raise UsageError(f"{faults[0]}{suffix}; use --resume DIR with another checkpoint, or --resume never")
     return None
 
 
@@ -120,9 +120,9 @@ def as_begun(config: Config, point: ResumePoint | None) -> Config:
     """
     if point is None:
         return config
-    said = read_json(point.files.state, "training.settings") | read_json(point.files.state, "training.plan")
-    kept = {name: checked_type(point.folder, name, said[name]) for name in config.unsaid if name in said}
-    begun: Config = replace(config, **kept)
+    facts = read_json(point.files.state, "training.settings") | read_json(point.files.state, "training.plan")
+    values = {name: checked_type(point.folder, name, facts[name]) for name in config.unsaid if name in facts}
+    begun: Config = replace(config, **values)
     begun.removed = config.removed
     check(begun)
     return begun
@@ -139,28 +139,28 @@ def check_resume(point: ResumePoint, description: Description) -> None:
         )
 
 
-def tokenizer_as_begun(tokenizer: Tokenizer | None, begun: str | None) -> Tokenizer | None:
+def tokenizer_as_begun(tokenizer: Tokenizer | None, digest: str | None) -> Tokenizer | None:
     """Return the tokenizer with which the run began: zero_mpi 0.1.0 ignored some Hugging Face rules."""
-    if tokenizer is None or begun is None or RULES not in (keys := tokenizer.metadata()):
+    if tokenizer is None or digest is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
     plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})
-    return plain if begun == fingerprint(plain) else tokenizer
+    return plain if digest == fingerprint(plain) else tokenizer
 
 
 def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str:
     """Return ALWAYS or NEVER for `--bos`. AUTO follows the resumed run. Token files get NEVER."""
-    asked = config.bos
-    if asked == AUTO and point is not None:
-        asked = point.settings["bos"]
-    wanted = not holds_token_files(config.data) and bos_of(tokenizer, asked) is not None
-    return ALWAYS if wanted else NEVER
+    bos = config.bos
+    if bos == AUTO and point is not None:
+        bos = point.settings["bos"]
+    has_bos = not holds_token_files(config.data) and bos_of(tokenizer, bos) is not None
+    return ALWAYS if has_bos else NEVER
 
 
 def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str | None:
     """Return `--template-date`, or the day on which the run began; None if no template uses a date."""
-    asked = config.template_date
-    if asked or tokenizer is None or not asks_day(tokenizer) or not any(kinds_of_data(config)):
-        return asked
+    day = config.template_date
+    if day or tokenizer is None or not asks_day(tokenizer) or not any(kinds_of_data(config)):
+        return day
     if point is None:
         return date.today().isoformat()
     return str(point.settings.get("template_date", DAY))
@@ -169,30 +169,30 @@ def settled_day(config: Config, tokenizer: Tokenizer | None, point: ResumePoint 
 def changes_since(point: ResumePoint, description: Description) -> Iterator[str]:
     """Yield notes on allowed changes since the checkpoint that affect bits or the remaining steps."""
     yield from map(Caution, changes(read_json(point.files.state, "training.machine"), description.machine))
-    before = {"optimizer": ADAMW} | read_json(point.files.state, "training.plan")  # 0.1.0 had only AdamW
-    changed = [
+    plan = {"optimizer": ADAMW} | read_json(point.files.state, "training.plan")  # 0.1.0 had only AdamW
+    lines = [
         f"{shown(spelled(key))} was {shown(was)}, now {shown(now)}"
-        for key, was, now in differences(before, description.plan)
+        for key, was, now in differences(plan, description.plan)
     ]
-    if changed:
-        yield f"changed since the checkpoint: {'; '.join(changed)}"
+    if lines:
+        yield f"changed since the checkpoint: {'; '.join(lines)}"
 
 
 def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
     """Yield a warning if the next learning rate is far from the rate that the checkpoint planned."""
     step, plan = read_progress(point.files.state).step, read_json(point.files.state, "training.plan")
-    kept: dict[str, Any] = {name: plan[name] for name in config.plan() if name in plan}
-    kept |= {name: checked_type(point.folder, name, x) for name, x in kept.items() if x is not None}
-    begun = replace(config, **kept)
+    settings: dict[str, Any] = {name: plan[name] for name in config.plan() if name in plan}
+    settings |= {name: checked_type(point.folder, name, x) for name, x in settings.items() if x is not None}
+    begun = replace(config, **settings)
     try:
         check(begun)
     except UsageError:  # current flags, such as --trace-steps, may contradict the old plan
         return
-    planned, now = schedule_of(begun), schedule_of(config)(step)
-    last = planned(max(0, step - 1))
-    if step < config.steps and max(now, planned(step)) > JUMP * min(now, planned(step)):
+    schedule, rate = schedule_of(begun), schedule_of(config)(step)
+    last = schedule(max(0, step - 1))
+    if step < config.steps and max(rate, schedule(step)) > JUMP * min(rate, schedule(step)):
         yield Caution(
-            f"the learning rate jumps from {last:.3g} at step {step} to {now:.3g} at step {step + 1}, "
+            f"the learning rate jumps from {last:.3g} at step {step} to {rate:.3g} at step {step + 1}, "
             "because the schedule differs from the checkpoint's; to keep the rate, use --schedule constant "
             f"--lr {last:.3g}"
         )

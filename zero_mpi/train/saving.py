@@ -92,23 +92,23 @@ class Saving(Observer):
         yield
         self._runs_wait = False
 
-    def _tick(self, what: str) -> None:
+    def _tick(self, label: str) -> None:
         """Report progress of a save to the watchdog. Any thread may call this."""
         if self._runs_wait:
-            self._watchdog.beat(f"saving: {what}")
+            self._watchdog.beat(f"saving: {label}")
 
     def announce(self) -> None:
         """Announce checkpoints that have become complete."""
-        for saved in self.saver.finished():
-            self._records.saved(saved.step, saved.id, saved.digest)
-            log.info("saved %s in %.1f s, state %s", saved.folder, saved.seconds, saved.digest[:16])
+        for save in self.saver.finished():
+            self._records.saved(save.step, save.id, save.digest)
+            log.info("saved %s in %.1f s, state %s", save.folder, save.seconds, save.digest[:16])
             self._events.note(
                 events.SAVED,
-                step=saved.step,
-                folder=saved.folder.name,
-                digest=saved.digest,
-                seconds=round(saved.seconds, 3),
-                bytes=bytes_in(saved.folder),
+                step=save.step,
+                folder=save.folder.name,
+                digest=save.digest,
+                seconds=round(save.seconds, 3),
+                bytes=bytes_in(save.folder),
             )
 
 
@@ -146,12 +146,12 @@ class EarlyStop(Observer):
         """At the end of a run, report which step is best and whether the run stopped early."""
         if self.best == Best():
             return
-        ended = f"stopped early after step {step}, {reason(self.best)}" if self.is_over() else "done"
-        log.info("%s; %s", ended, self.described(out))
+        outcome = f"stopped early after step {step}, {reason(self.best)}" if self.is_over() else "done"
+        log.info("%s; %s", outcome, self.described(out))
         if self.is_over():
             sink.reason = f"stopped early, {reason(self.best)}"
-            about = {"val_loss": self.best.loss, "best_step": self.best.step} if self.best.step else {}
-            sink.note(events.EARLY_STOP, evaluations=self.best.since, **about)
+            fields = {"val_loss": self.best.loss, "best_step": self.best.step} if self.best.step else {}
+            sink.note(events.EARLY_STOP, evaluations=self.best.since, **fields)
 
     def described(self, out: Path) -> str:
         """Return a text with the best loss and the link to its checkpoint."""
@@ -163,8 +163,8 @@ class EarlyStop(Observer):
 
 
 def reason(best: Best) -> str:
-    times = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
-    return f"after {times} without improvement"
+    evaluations = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
+    return f"after {evaluations} without improvement"
 
 
 def point_best(session: Session) -> None:

@@ -78,8 +78,8 @@ def choose_transport(world: World, config: Config, model: ModelConfig, notes: li
     """Return the transport; add warnings to `notes`. Raise UsageError if --transport fails. Collective."""
     exact, on_gpu = config.reduction == "exact", device.in_use().name == "cuda"
     if on_gpu:
-        comm, why = select.choose(config.transport, world.size, exact)
-        return TransportChoice(comm, why, not exact)
+        comm, reason = select.choose(config.transport, world.size, exact)
+        return TransportChoice(comm, reason, not exact)
     kinds.check_flag(config.transport, on_gpu)
     if world.mpi is None or (world.size == 1 and config.transport == kinds.AUTO):
         return TransportChoice(SerialComm())
@@ -133,21 +133,21 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
 
     Arrays that stay in files are not sent if all ranks can read the files; a note says if they cannot.
     """
-    about, own = None, list[Any]()
+    header, local = None, list[Any]()
     if corpus is not None:
         parts = [part for side in SIDES for part in getattr(corpus, side)]
-        own = [array for part in parts for array in vars(part.stream).values()]
-        about = with_streams(corpus, repeat(None)), [None if x is None else described(x) for x in own]
-    rest, found = comm.broadcast_object(about)
-    in_files = [each for each in found if isinstance(each, TokenSpans)]
+        local = [array for part in parts for array in vars(part.stream).values()]
+        header = with_streams(corpus, repeat(None)), [None if x is None else described(x) for x in local]
+    rest, arrays = comm.broadcast_object(header)
+    in_files = [spans for spans in arrays if isinstance(spans, TokenSpans)]
     if in_files and (problem := unseen(comm, in_files)):
         notes.append(problem)
-        found = [(x.dtype.str, x.size) if isinstance(x, TokenSpans) else x for x in found]
-    for number, what in enumerate(found):
-        if isinstance(what, tuple):
-            found[number] = broadcast(comm, own[number] if own else None, what, f"corpus array {number}")
+        arrays = [(x.dtype.str, x.size) if isinstance(x, TokenSpans) else x for x in arrays]
+    for number, form in enumerate(arrays):
+        if isinstance(form, tuple):
+            arrays[number] = broadcast(comm, local[number] if local else None, form, f"corpus array {number}")
     width = len(fields(Stream))
-    streams = iter([Stream(*found[first : first + width]) for first in range(0, len(found), width)])
+    streams = iter([Stream(*arrays[first : first + width]) for first in range(0, len(arrays), width)])
     return with_streams(rest, streams)
 
 
@@ -167,7 +167,7 @@ def described(ids: Any) -> TokenSpans | tuple[str, int]:
 def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
     """Return a message if some rank cannot read the files, else "". Equal on all ranks. Collective."""
     views = comm.allgather_object((platform.node(), inspected(in_files)))
-    rank = next((rank for rank, (_, seen) in enumerate(views) if seen != views[0][1]), None)
+    rank = next((rank for rank, (_, digest) in enumerate(views) if digest != views[0][1]), None)
     if rank is None:
         return ""
     nbytes = sum(spans.size * spans.dtype.itemsize for spans in in_files)
@@ -187,14 +187,14 @@ def inspected(in_files: Sequence[TokenSpans]) -> str:
         return ""
 
 
-def broadcast(comm: Comm, own: Any, described: tuple[str, int], label: str) -> np.ndarray[Any, Any]:
+def broadcast(comm: Comm, local: Any, form: tuple[str, int], label: str) -> np.ndarray[Any, Any]:
     """Return rank 0's array, which may be in files, as an array in memory on every rank. Collective."""
-    if comm.size == 1 and isinstance(own, np.ndarray):
-        return np.ascontiguousarray(own)
-    kind, size = described
-    array = own.held() if isinstance(own, TokenSpans) else np.empty(size, kind)
-    if isinstance(own, np.ndarray):
-        array[...] = own
+    if comm.size == 1 and isinstance(local, np.ndarray):
+        return np.ascontiguousarray(local)
+    kind, size = form
+    array = local.held() if isinstance(local, TokenSpans) else np.empty(size, kind)
+    if isinstance(local, np.ndarray):
+        array[...] = local
     comm.broadcast(array, label=label).wait()
     return array
 
@@ -221,8 +221,8 @@ class Session(RunSpec):
 def build(world: World, spec: RunSpec) -> Session:
     """Return the session of a resolved run. Raise UsageError on all ranks if this fails. Collective."""
     notes, config = list(spec.notes), spec.config
-    chosen = choose_transport(world, config, spec.model, notes)
-    comm, nodes = chosen.comm, getattr(chosen.comm, "topology", None)
+    choice = choose_transport(world, config, spec.model, notes)
+    comm, topology = choice.comm, getattr(choice.comm, "topology", None)
     if config.check_collectives:
         comm = CheckedComm(comm)
     if comm.size > 1:
@@ -234,17 +234,17 @@ def build(world: World, spec: RunSpec) -> Session:
     objective = make_objective(config, module, loader, held_out, corpus.parts[0].stream)
     keep_reference(world, optimizer, spec, objective)
     progress = fill_parameters(world, optimizer, spec)
-    ready: dict[str, Any] = vars(spec) | {"corpus": corpus, "loader": loader, "notes": tuple(notes)}
+    attributes: dict[str, Any] = vars(spec) | {"corpus": corpus, "loader": loader, "notes": tuple(notes)}
     return Session(
-        **ready,
+        **attributes,
         comm=comm,
         module=module,
         optimizer=optimizer,
         held_out=held_out,
         objective=objective,
         progress=progress,
-        transport=chosen.text,
-        nodes=0 if nodes is None else nodes.nodes,
+        transport=choice.text,
+        nodes=0 if topology is None else topology.nodes,
     )
 
 
@@ -288,17 +288,17 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
     start, init, module = spec.checkpoint, spec.init, optimizer.module
     base = [name for name in module.params if not is_adapter(name)]
     if init is not None and (start is None or spec.model.lora is not None):
-        loose = set(base) - spec.model.stored.keys()
+        floats = set(base) - spec.model.stored.keys()
         read = finite(init.read, init.path)
         kinds = {} if spec.model.lora is None else dict(spec.model.lora.rounding)
-        seen = {name: kind for name, kind in kinds.items() if name + FIRST not in module.params}
-        world.run_on_all(lambda: module.load_slices(rounded(read, seen), loose))
+        types = {name: kind for name, kind in kinds.items() if name + FIRST not in module.params}
+        world.run_on_all(lambda: module.load_slices(rounded(read, types), floats))
     file = None if init is None else gguf_of(init)
     if file is not None and spec.model.stored:
         world.run_on_all(lambda: module.load_stored(finite_blocks(file)))
     if start is not None:
-        result: TrainingProgress = world.run_on_all(lambda: load_state(start.files, optimizer))
-        return result
+        progress: TrainingProgress = world.run_on_all(lambda: load_state(start.files, optimizer))
+        return progress
     adapter = spec.adapter
     if adapter is not None:
         world.run_on_all(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))
@@ -329,24 +329,24 @@ def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, obj
         return
     path = spec.out / KEPT
     weights = [None if file is None else weights_digest(file) for file in spec.weights.values()]
-    about = repr((sorted(spec.description.settings.items()), weights)).encode()
+    inputs = repr((sorted(spec.description.settings.items()), weights)).encode()
 
     def read() -> np.ndarray[Any, Any] | None:
         with suppress(OSError, UsageError):
             raw = read_file(path, MOST_KEPT)
-            if hashlib.sha256(about + raw[32:]).digest() == raw[:32]:
+            if hashlib.sha256(inputs + raw[32:]).digest() == raw[:32]:
                 return np.frombuffer(raw, "<f8", offset=32)
         return None
 
     def write() -> None:
-        data = kept.astype("<f8").tobytes()
+        body = numbers.astype("<f8").tobytes()
         if path.parent.is_dir():
             with writing():
-                write_whole(path, hashlib.sha256(about + data).digest() + data)
+                write_whole(path, hashlib.sha256(inputs + body).digest() + body)
 
-    kept: Any = world.run_on_root(read)
-    if kept is None:
+    numbers: Any = world.run_on_root(read)
+    if numbers is None:
         fill_parameters(world, optimizer, replace(spec, checkpoint=None))
-        kept = objective.keep()
+        numbers = objective.keep()
         world.on_root(write)
-    objective.use(kept)
+    objective.use(numbers)

@@ -46,17 +46,17 @@ class Steps:
         number = self.progress.step
         for observer in self.observers:
             observer.begins(number + 1)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         self.rounds(number)
         loss, stop = self.totals()
-        tallied, lr = self.tallied(), self.rate(number)
+        tallies, lr = self.tallied(), self.rate(number)
         result = self.session.optimizer.step(lr=lr, max_norm=self.session.config.grad_clip or None)
         self.progress = self.after_a_step()
         record = {"step": number + 1, "loss": loss, "grad_norm": result.grad_norm, "lr": lr}
-        record |= {"tokens": self.progress.tokens, **self.losses.figures(self.sums), **tallied}
-        made = StepMade(number + 1, loss, result, time.perf_counter() - begun, record)
+        record |= {"tokens": self.progress.tokens, **self.losses.figures(self.sums), **tallies}
+        step = StepMade(number + 1, loss, result, time.perf_counter() - start, record)
         for observer in self.observers:
-            observer.ends(made)
+            observer.ends(step)
         return stop
 
     def rounds(self, number: int) -> None:
@@ -105,13 +105,13 @@ class Steps:
         held_out = self.session.held_out
         if not held_out:
             return None
-        found = {
+        evaluations = {
             name: self.session.objective.held_out(loader)
             for name, loader in held_out.loaders.items()
             if loader.micro_batches
         }
-        losses = {name: loss for name, (loss, _) in found.items()}
-        figures = next(iter(found.values()))[1]
+        losses = {name: loss for name, (loss, _) in evaluations.items()}
+        figures = next(iter(evaluations.values()))[1]
         return HeldOutLoss(held_out.mean(losses), losses if len(losses) > 1 else {}, figures)
 
 
@@ -122,5 +122,5 @@ def load_figures(sums: Mapping[str, Array]) -> dict[str, float]:
         return {}
     shares = [load[load > 0] / load.size for load in loads]
     entropies = [float(-(share * np.log(share)).sum()) / (math.log(loads[0].size) or 1) for share in shares]
-    least, most = (float(pick(loads)) for pick in (np.min, np.max))
-    return {"load_least": least, "load_most": most, "load_entropy": sum(entropies) / len(entropies)}
+    lowest, highest = (float(pick(loads)) for pick in (np.min, np.max))
+    return {"load_least": lowest, "load_most": highest, "load_entropy": sum(entropies) / len(entropies)}

@@ -95,8 +95,8 @@ def plan(start: Start) -> Start:
         case = case_of(start)
         memory, session = plan_memory(case), start.session
         node = resident(case, memory, text_of(session.corpus), session.config.sample > 0)
-        about = base(case) if case.model.stored else ""
-        return replace(start, memory=memory, flop=step_flop(case), ask=node.ask, base=about)
+        text = base(case) if case.model.stored else ""
+        return replace(start, memory=memory, flop=step_flop(case), ask=node.ask, base=text)
     except Exception as error:  # a failed estimate must not end a run
         log.debug("no memory estimate for this run: %s: %s", type(error).__name__, error)
         return start
@@ -131,9 +131,9 @@ def lines(start: Start) -> Iterator[str]:
         ("transport", session.transport),
     ]
     if start.memory is not None:
-        asked = f"request {gibibytes(start.ask)} per node"
-        planned = f"{size(start.memory.total)} planned for the largest rank ({asked}), including"
-        rows.append(("memory", f"{planned}\n{' ' * TITLE}{kinds(start.memory)}"))
+        request = f"request {gibibytes(start.ask)} per node"
+        estimate = f"{size(start.memory.total)} planned for the largest rank ({request}), including"
+        rows.append(("memory", f"{estimate}\n{' ' * TITLE}{kinds(start.memory)}"))
     rows += data_rows(config, session.corpus, loader)
     count = loader.micro_batches
     text = f"{loader.positions_per_step:,} tokens in {count:,} micro-batch{'es' * (count != 1)} of "
@@ -156,18 +156,18 @@ def data_rows(config: Config, corpus: Corpus, loader: StepLoader) -> Iterator[tu
             yield "source", f"{part.name}: {part.share:.1%} of the windows, {epochs:.2f} epochs"
     yield "packed", loader.windows.about()
     times, last = min(loader.epochs(config.steps)), schedule_of(config)(config.steps)
-    read = f"{times:.1f} epochs" if times >= 1 else f"{times:.3%} of the data"
+    amount = f"{times:.1f} epochs" if times >= 1 else f"{times:.3%} of the data"
     warmup = f"rate {config.lr:g} after {plural(config.warmup, 'warmup step')}"
-    yield "steps", f"{config.steps:,}, {read}; {warmup}, then {config.schedule} to {last:g}"
+    yield "steps", f"{config.steps:,}, {amount}; {warmup}, then {config.schedule} to {last:g}"
 
 
 def kinds(memory: Memory) -> str:
     """Return a text with the largest kinds of memory, and the sum of the remaining kinds."""
-    of_rank = ((count, name) for name, count in asdict(memory).items() if name not in ELSEWHERE)
-    sizes = sorted(of_rank, reverse=True)
-    shown = [f"{size(count)} {TITLES[name]}" for count, name in sizes[:SHOWN] if count]
+    pairs = ((count, name) for name, count in asdict(memory).items() if name not in ELSEWHERE)
+    sizes = sorted(pairs, reverse=True)
+    parts = [f"{size(count)} {TITLES[name]}" for count, name in sizes[:SHOWN] if count]
     rest = sum(count for count, _ in sizes[SHOWN:])
-    return ", ".join(shown + [f"{size(rest)} other"] * (rest > 0))
+    return ", ".join(parts + [f"{size(rest)} other"] * (rest > 0))
 
 
 def flops(count: float) -> str:
@@ -183,20 +183,20 @@ def flops(count: float) -> str:
 def cautions(start: Start) -> Iterator[str]:
     """Yield warnings on cores and threads that the user may want to act on."""
     config, ranks_here = start.session.config, start.hosts[0][1]
-    quota, busy = environment.quota(), ranks_here * start.threads
-    if quota is not None and busy > max(1, quota):
+    quota, threads = environment.quota(), ranks_here * start.threads
+    if quota is not None and threads > max(1, quota):
         yield (
-            f"{busy} threads run on this node under a CPU quota of {quota:g}, so the kernel throttles them; "
-            "start fewer ranks or threads, or raise the quota (containers: --cpus)"
+            f"{threads} threads run on this node under a CPU quota of {quota:g}, so the kernel throttles "
+            "them; start fewer ranks or threads, or raise the quota (containers: --cpus)"
         )
-    chosen = config.threads is not None or environment.threads_were_set
-    if chosen or device.in_use() is not device.HOST or config.reduction != "exact":
+    is_set = config.threads is not None or environment.threads_were_set
+    if is_set or device.in_use() is not device.HOST or config.reduction != "exact":
         return
     cores = environment.node_cores()
-    if busy < cores:
+    if threads < cores:
         yield (
-            f"{cores - busy} of {cores} cores are idle: start more ranks, or set --threads (keep it the same "
-            "when resuming, because the last bits depend on it)"
+            f"{cores - threads} of {cores} cores are idle: start more ranks, or set --threads (keep it the "
+            "same when resuming, because the last bits depend on it)"
         )
 
 
@@ -213,8 +213,8 @@ class Outcome:
         """Read the status and last recorded step of the previous job, and write that this job runs."""
         self.status.begin()
         self._before = self.status.before()
-        reported = self._before.get("step")  # may be too low; the records have every step
-        step = reported if type(reported) is int and reported <= MOST_STEPS else 0
+        status_step = self._before.get("step")  # may be too low; the records have every step
+        step = status_step if type(status_step) is int and status_step <= MOST_STEPS else 0
         self._before["step"] = max(step, last_step(self._out / METRICS))
 
     @property
@@ -281,19 +281,19 @@ def rate(dtype: Any) -> float:
 
 def products(count: int, a: Array, b: Array, out: Array) -> float:
     """Return the seconds that `count` matmuls take with the operation that layers use."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(count):
         ops.linear_backward_x(a, b, out)
     device.in_use().synchronize()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def matrix(edge: int, dtype: Any) -> Array:
     """Return a matrix of random numbers. Equal numbers would mislead: processors multiply them faster."""
-    where = device.in_use()
-    array = where.empty(edge * edge, dtype).reshape(edge // BLOCK, BLOCK, edge)
+    processor = device.in_use()
+    array = processor.empty(edge * edge, dtype).reshape(edge // BLOCK, BLOCK, edge)
     block = np.random.default_rng(edge).random((BLOCK, edge), np.float32).astype(dtype)
-    array[...] = where.from_host(block)
+    array[...] = processor.from_host(block)
     return array.reshape(edge, edge)
 
 
@@ -309,7 +309,7 @@ class Once(Compiled):
 
 def step_flop(case: Case) -> float:
     """Return the FLOP of the matmuls in a step, over all ranks."""
-    lone = Case(
+    micro_case = Case(
         case.model,
         batch_size=case.micro_batch,
         micro_batch=case.micro_batch,
@@ -320,6 +320,6 @@ def step_flop(case: Case) -> float:
         base_is_reference=case.base_is_reference,
         teacher=case.teacher,
     )
-    events = Simulator(lone, Once()).step()
+    events = Simulator(micro_case, Once()).step()
     sequences = case.batch_size / case.micro_batch  # the last micro-batch may be smaller
     return sequences * math.fsum(event.flop for event in events)

@@ -50,12 +50,12 @@ def weights_of(logits: Array, temperature: float, top_k: int, top_p: float, min_
     logits (V,), finite. `top_k`: keep the k most likely ids (0: all); `top_p`: of these, keep the fewest
     whose probabilities reach it; `min_p`: keep ids with at least this fraction of the greatest probability.
     """
-    below = logits.astype(np.float64) - float(logits.max())
-    kept = nucleus(likeliest(logits, top_k), below, top_p)
+    offsets = logits.astype(np.float64) - float(logits.max())
+    ids = nucleus(likeliest(logits, top_k), offsets, top_p)
     if min_p > 0:  # Nguyen et al., "Turning Up the Heat: Min-p Sampling ...", 2024
-        kept = kept[below[kept] >= math.log(min_p)]
+        ids = ids[offsets[ids] >= math.log(min_p)]
     weights = np.zeros(logits.size)
-    weights[kept] = np.exp(below[kept] / temperature)
+    weights[ids] = np.exp(offsets[ids] / temperature)
     return weights
 
 
@@ -63,20 +63,20 @@ def likeliest(logits: Array, top_k: int) -> Any:
     """Return the ids of the `top_k` largest logits, sorted by id; 0 returns all ids."""
     if not 0 < top_k < logits.size:
         return np.arange(logits.size)
-    least = np.partition(logits, -top_k)[-top_k]
-    above, equal = np.flatnonzero(logits > least), np.flatnonzero(logits == least)
-    return np.sort(np.concatenate((above, equal[: top_k - above.size])))
+    threshold = np.partition(logits, -top_k)[-top_k]
+    larger, equal = np.flatnonzero(logits > threshold), np.flatnonzero(logits == threshold)
+    return np.sort(np.concatenate((larger, equal[: top_k - larger.size])))
 
 
-def nucleus(ids: Any, below: Array, top_p: float) -> Any:
+def nucleus(ids: Any, offsets: Array, top_p: float) -> Any:
     """Return the fewest of `ids`, the most likely first, whose probabilities sum to `top_p`; at least one.
 
     Holtzman et al., "The Curious Case of Neural Text Degeneration", 2019.
     """
     if top_p >= 1:
         return ids
-    ids = ids[np.argsort(-below[ids], kind="stable")]
-    shares = np.cumsum(np.exp(below[ids]))
+    ids = ids[np.argsort(-offsets[ids], kind="stable")]
+    shares = np.cumsum(np.exp(offsets[ids]))
     return ids[: np.searchsorted(shares, top_p * shares[-1]) + 1]
 
 
@@ -88,11 +88,11 @@ def weight_of(file: WeightSource, name: str) -> Array | PackedMatrix:
         raw = np.empty(spec.nbytes, np.uint8)
         file.read_bytes(name, 0, raw)
         weight = PackedMatrix(raw.reshape(spec.shape[0], -1), spec.type.name)
-        finite = bool(finite_blocks(raw, spec.type.name).all())
+        is_finite = bool(finite_blocks(raw, spec.type.name).all())
     else:
         weight = file.tensor(name)
-        finite = bool(np.isfinite(weight).all())
-    if not finite:
+        is_finite = bool(np.isfinite(weight).all())
+    if not is_finite:
         raise UsageError(f"{file.path}: tensor {name} holds values that are not finite")
     return weight
 
@@ -109,7 +109,7 @@ class TextModel:
         if adapter is not None and TOKENS_ADDED in adapter.metadata:
             self.file, adapter = MergedWeights(self.file, adapter), None
         place = str(source) if isinstance(source, str | Path) else str(source.path)
-        shapes = {name: info.shape for name, info in self.file.tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in self.file.tensors.items()}
         self.config = config_from_gguf(self.file.metadata, shapes, place, self.file.read)
         self.config.check_tensors(shapes, place)
         if adapter is not None:
@@ -155,20 +155,20 @@ class TextModel:
         generator = np.random.default_rng(seed)
         context = self.config.context_length
         history = [int(i) for i in prompt]
-        known = len(self.ids)
-        if not known < len(history) <= context or history[:known] != self.ids:
+        count = len(self.ids)
+        if not count < len(history) <= context or history[:count] != self.ids:
             self.reset()
-            known = 0
-        waiting = history[-max(1, context // 2) :] if len(history) > context else history[known:]
+            count = 0
+        new_ids = history[-max(1, context // 2) :] if len(history) > context else history[count:]
         for _ in range(tokens):
-            if self.decoder.cache.position + len(waiting) > context:
+            if self.decoder.cache.position + len(new_ids) > context:
                 self.reset()
-                waiting = history[-max(1, context // 2) :]
-            logits = self.logits(waiting)[-1]
-            chosen = choose(logits, generator, **draw)
-            history.append(chosen)
-            waiting = [chosen]
-            yield chosen
+                new_ids = history[-max(1, context // 2) :]
+            logits = self.logits(new_ids)[-1]
+            token = choose(logits, generator, **draw)
+            history.append(token)
+            new_ids = [token]
+            yield token
 
     def generate_each(
         self,
@@ -189,23 +189,23 @@ class TextModel:
             batch = Batch(self.stages, self.weights, rows, tokens) if fits else None
         except Unrecorded:
             batch = None
-        found: list[list[int]] = [[] for _ in rows]
+        answers: list[list[int]] = [[] for _ in rows]
         if batch is None:
-            for ids, prompt in zip(found, prompts, strict=True):
+            for ids, prompt in zip(answers, prompts, strict=True):
                 for token in self.generate(prompt, tokens, seed=seed, **draw):
                     ids.append(token)
                     if token in ends:
                         break
-            return found
+            return answers
         generators = [np.random.default_rng(seed) for _ in rows]
         for _ in range(tokens):
-            chosen = [
-                choose(*each, **draw) for each in zip(self._finite(batch.outputs), generators, strict=True)
+            choices = [
+                choose(*pair, **draw) for pair in zip(self._finite(batch.outputs), generators, strict=True)
             ]
-            for ids, token in zip(found, chosen, strict=True):
+            for ids, token in zip(answers, choices, strict=True):
                 if not ids or ids[-1] not in ends:
                     ids.append(token)
-            if all(ids[-1] in ends for ids in found):
+            if all(ids[-1] in ends for ids in answers):
                 break
-            batch.read(np.array(chosen))
-        return found
+            batch.read(np.array(choices))
+        return answers

@@ -97,9 +97,9 @@ class Timeline:
         """Stop recording and write the file. Return the problem if this fails, else "". Collective."""
         self.recorder.end_steps()
         spans.stop()
-        ended, comm = time.perf_counter(), self.comm
+        now, comm = time.perf_counter(), self.comm
         begin, end = self._clock, clock_offset(comm)
-        drift, wrong = (end.ahead - begin.ahead) / (end.at - begin.at), max(begin.wrong, end.wrong)
+        drift, clock_error = (end.ahead - begin.ahead) / (end.at - begin.at), max(begin.wrong, end.wrong)
 
         def correct(seconds: float) -> float:
             """Convert a time of this rank to the clock of rank 0."""
@@ -107,14 +107,14 @@ class Timeline:
 
         events = [
             event._replace(begun=correct(event.begun), ended=correct(event.ended))
-            for event in events_of(self.recorder, ended)
+            for event in events_of(self.recorder, now)
         ]
         first = min(event.begun for event in events)
-        answers = comm.allgather_object((first, wrong, len(events), self.recorder.ends_in))
-        begins, wrongs, counts, ends = zip(*answers, strict=True)
+        answers = comm.allgather_object((first, clock_error, len(events), self.recorder.ends_in))
+        begins, errors, counts, ends = zip(*answers, strict=True)
         self.count, self.ends_in = sum(counts), min((step for step in ends if step is not None), default=None)
-        about = {"zero_mpi": __version__, "ranks": comm.size, "clock_error_us": round(1e6 * max(wrongs), 3)}
-        head = json.dumps({"displayTimeUnit": "ms", "otherData": about | {"ends_in": self.ends_in}})
+        facts = {"zero_mpi": __version__, "ranks": comm.size, "clock_error_us": round(1e6 * max(errors), 3)}
+        head = json.dumps({"displayTimeUnit": "ms", "otherData": facts | {"ends_in": self.ends_in}})
         text, problem = as_json(events, comm.rank, platform.node() or "localhost", min(begins)), ""
         parts = self._parts(text)
         if comm.rank == 0:
@@ -125,8 +125,8 @@ class Timeline:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
         for _ in parts:  # rank 0 receives the remaining parts after an error; other ranks send here
             pass
-        result: str = comm.broadcast_object(problem)
-        return result
+        root_problem: str = comm.broadcast_object(problem)
+        return root_problem
 
     def _parts(self, text: str) -> Iterator[bytes]:
         """Yield the text of all ranks in chunks, on rank 0. Asking for the next chunk is collective."""
@@ -173,14 +173,14 @@ class Tracer:
 
     path    file for the timeline; None: nothing is recorded
     steps   (first, stop); None: COUNT steps, after AFTER steps that are not recorded
-    done    number of steps that were done before this job
+    step    number of steps that were done before this job
 
     Raises UsageError on all ranks if the file cannot be written.
     """
 
-    def __init__(self, comm: Comm, path: str | None, steps: tuple[int, int] | None, done: int) -> None:
+    def __init__(self, comm: Comm, path: str | None, steps: tuple[int, int] | None, step: int) -> None:
         self._comm, self._path = comm, None if path is None else Path(path)
-        self.first, self.stop = steps or (done + AFTER + 1, done + AFTER + 1 + COUNT)
+        self.first, self.stop = steps or (step + AFTER + 1, step + AFTER + 1 + COUNT)
         self._timeline: Timeline | None = None
         self._recorded = 0, 0  # first and last step of the timeline
         if self._path is not None:
@@ -203,8 +203,8 @@ class Tracer:
             if step + 1 < self.stop:
                 self._say(Caution(f"the run ended before step {self.stop - 1}, the last step to trace"))
         elif self._path is not None and not self._recorded[0]:
-            why = f"--trace-steps {self.first}:{self.stop} has no step of this run"
-            self._say(Caution(f"no timeline: the run ended after step {step}, and {why}"))
+            cause = f"--trace-steps {self.first}:{self.stop} has no step of this run"
+            self._say(Caution(f"no timeline: the run ended after step {step}, and {cause}"))
 
     def _write(self) -> None:
         timeline, self._timeline = self._timeline, None
@@ -217,8 +217,8 @@ class Tracer:
         self._say(f"timeline of steps {first} to {last}: {path} ({size})")
         self._say(f"open it at ui.perfetto.dev, or run zero-mpi trace {path}")
         if timeline.ends_in is not None:
-            why = f"a rank had more than {spans.MAX_SPANS:,} spans"
-            self._say(Caution(f"the timeline ends in step {timeline.ends_in}: {why}"))
+            cause = f"a rank had more than {spans.MAX_SPANS:,} spans"
+            self._say(Caution(f"the timeline ends in step {timeline.ends_in}: {cause}"))
 
     def _say(self, note: str) -> None:
         if self._comm.rank == 0:
@@ -238,29 +238,29 @@ class TraceEvent(NamedTuple):
     about: dict[str, Any]
 
 
-def events_of(recorder: SpanRecorder, ended: float) -> Iterator[TraceEvent]:
-    """Yield a rank's events until `ended`, in times of its clock. Events that have not ended are marked."""
-    seconds, still_open = recorder.watch.seconds, list(recorder.open)  # copied: another thread may change it
-    unfinished = ((*begun, None, recorder.step, None) for begun in still_open)
+def events_of(recorder: SpanRecorder, now: float) -> Iterator[TraceEvent]:
+    """Yield a rank's events until `now`, in times of its clock. Events that have not ended are marked."""
+    seconds, open_spans = recorder.watch.seconds, list(recorder.open)  # copied: another thread may change it
+    unfinished = ((*begun, None, recorder.step, None) for begun in open_spans)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
-        about = about_event(name, "" if track == STEPS else label, step, micro_batch)
+        args = about_event(name, "" if track == STEPS else label, step, micro_batch)
         if end is None:
-            about["unfinished"] = True
-        until = ended if end is None else seconds(end)
-        yield TraceEvent(track, f"{name} {label}".rstrip(), seconds(begun), until, about)
+            args["unfinished"] = True
+        stop = now if end is None else seconds(end)
+        yield TraceEvent(track, f"{name} {label}".rstrip(), seconds(begun), stop, args)
     for kind, label, nbytes, begun, end, step, micro_batch in recorder.transfers:
-        about = about_event(kind, label, step, micro_batch) | {"bytes": nbytes}
-        if end is None or end > ended:
-            about["unfinished"], end = True, ended
-        yield TraceEvent(KINDS.get(kind, OTHERS), f"{kind} {label}".rstrip(), begun, end, about)
+        args = about_event(kind, label, step, micro_batch) | {"bytes": nbytes}
+        if end is None or end > now:
+            args["unfinished"], end = True, now
+        yield TraceEvent(KINDS.get(kind, OTHERS), f"{kind} {label}".rstrip(), begun, end, args)
 
 
 def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
     """Return the kind of an event, the unit or scope that its label names, its step and micro-batch."""
     first, _, rest = label.partition(" ")
     unit = {"what": first, "unit": rest} if first in TRAVELS and rest else {"unit": label} if label else {}
-    found = {"kind": kind, **unit, "step": step}
-    return found if micro_batch is None else found | {"micro_batch": micro_batch}
+    args = {"kind": kind, **unit, "step": step}
+    return args if micro_batch is None else args | {"micro_batch": micro_batch}
 
 
 def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
@@ -277,19 +277,19 @@ def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) 
 
     Times are in microseconds and rounded to nanoseconds.
     """
-    placed = [
+    rows = [
         (1 + TRACKS.index(event.family), event.family, event) for event in events if event.family in TRACKS
     ]
     for number, family in enumerate(FAMILIES, 1):
         for lane, event in lanes(event for event in events if event.family == family):
-            placed.append((LANES * number + lane, f"{family} {lane + 1}", event))
+            rows.append((LANES * number + lane, f"{family} {lane + 1}", event))
     names, lines, process = dict[int, str](), list[dict[str, Any]](), {"ph": "M", "pid": FIRST + rank}
-    for thread, track, event in placed:
+    for thread, track, event in rows:
         names[thread] = track
-        begun = round(1e6 * (event.begun - origin), 3)
-        ended = round(1e6 * (max(event.begun, event.ended) - origin), 3)
-        about = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
-        lines.append({**about, "ts": begun, "dur": round(ended - begun, 3), "args": event.about})
+        begin = round(1e6 * (event.begun - origin), 3)
+        end = round(1e6 * (max(event.begun, event.ended) - origin), 3)
+        entry = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
+        lines.append({**entry, "ts": begin, "dur": round(end - begin, 3), "args": event.about})
     # Of two events that start at the same time, the longer one encloses the other.
     lines.sort(key=lambda line: (line["tid"], line["ts"], -line["dur"]))
     head = [{"name": "process_name", **process, "args": {"name": f"rank {rank} on {place}"}}]

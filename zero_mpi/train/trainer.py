@@ -85,8 +85,8 @@ class Trainer(Steps):
         is_known = isinstance(session.loader.windows, Windows)
         share = start.share if is_known else lambda seconds: None
         self.costs = Costs(meter, session.loader.positions_per_step, share)
-        every, goes_on = config.eval_every, config.init is not None
-        self.evaluation = Evaluation(every, config.steps, self.evaluate, first=goes_on)
+        interval, is_pretrained = config.eval_every, config.init is not None
+        self.evaluation = Evaluation(interval, config.steps, self.evaluate, first=is_pretrained)
         self.early_stop = EarlyStop(self.progress.best, config.patience)
         return [
             SignsOfLife(self.watchdog, self.outcome),
@@ -104,13 +104,13 @@ class Trainer(Steps):
         """Train until the last step, an early stop or a request to stop. Return the exit status."""
         steps = step_range(self.session.config.trace_steps, self.session.config.steps)
         tracer = Tracer(self.session.comm, self.session.config.trace, steps, self.progress.step)
-        self.observers, before = self.observe(self.begin()), self.progress.tokens
+        self.observers, tokens = self.observe(self.begin()), self.progress.tokens
         signals.enter(STEPS)
-        stopped = False
-        while not (stopped or self.is_done()):
+        stop = False
+        while not (stop or self.is_done()):
             tracer.reach(self.progress.step + 1)
-            stopped = self.step()
-            if stopped or self.saving.is_due(self.progress.step) or self.early_stop.is_best():
+            stop = self.step()
+            if stop or self.saving.is_due(self.progress.step) or self.early_stop.is_best():
                 self.save()
         if self.saving.saved_step != self.progress.step:
             self.save()
@@ -122,8 +122,8 @@ class Trainer(Steps):
         self.world.check(self.records.problem)
         if self.records.head:
             log.info("proof: %s", self.records.head)
-        self.rank_figures.close(self.progress.tokens - before)
-        if stopped and not self.is_done():
+        self.rank_figures.close(self.progress.tokens - tokens)
+        if stop and not self.is_done():
             signals.caught = self.ended_by.strip() or signals.caught or "a signal to another rank"
             self.outcome.events.reason = signals.caught
             log.info(
@@ -180,8 +180,8 @@ class Trainer(Steps):
         """Report the start of the run to the user and in its events. Collective."""
         session = self.session
         self.hosts: list[str] = self.world.comm.allgather_object(platform.node())
-        reached = measure(self.world, session.module.precision.compute)
-        start = Start(session, [*Counter(self.hosts).items()], reached)
+        peak = measure(self.world, session.module.precision.compute)
+        start = Start(session, [*Counter(self.hosts).items()], peak)
         if self.world.rank:
             return start
         start = plan(start)
@@ -192,9 +192,9 @@ class Trainer(Steps):
             log.log_note(note)
         log.debug("BLAS: %s, threads of rank 0: %d", blas(), start.threads)
         for unit in session.module.units:
-            own = unit.part.stop - unit.part.start
+            count = unit.part.stop - unit.part.start
             log.debug(
-                "unit %s: %s elements, %s on this rank", unit.name, f"{unit.partition.length:,}", f"{own:,}"
+                "unit %s: %s elements, %s on this rank", unit.name, f"{unit.partition.length:,}", f"{count:,}"
             )
         return start
 
@@ -214,15 +214,15 @@ class Trainer(Steps):
 
 def begin_records(session: Session, rank: int) -> Records:
     """Return the writer of a session's records. Raise JobError or FileError if a file cannot be opened."""
-    config, done = session.config, session.progress.step
-    tracked = TrackedJob(session.out, done, asdict(recorded(config)))
+    config, step = session.config, session.progress.step
+    job = TrackedJob(session.out, step, asdict(recorded(config)))
     return Records(
         session.out,
         rank,
-        done=done,
+        done=step,
         steps=config.steps,
         log_every=config.log_every,
-        trackers=partial(trackers.begin, config, tracked),
+        trackers=partial(trackers.begin, config, job),
         beginning=start_of(session) if rank == 0 else None,
     )
 
@@ -234,8 +234,8 @@ def start_of(session: Session) -> JobStart:
     if folder is None:
         return JobStart(step, run)
     state = GGUFFile.open(folder / OPTIMIZER)
-    own = folder.parent == Path(os.path.realpath(session.out))
-    return JobStart(step, run, keys_of(state).text(ID), keys_of(state).text(STATE_DIGEST), own)
+    in_out = folder.parent == Path(os.path.realpath(session.out))
+    return JobStart(step, run, keys_of(state).text(ID), keys_of(state).text(STATE_DIGEST), in_out)
 
 
 def is_over(session: Session) -> bool:
@@ -251,14 +251,14 @@ def say_over(session: Session) -> None:
     check_recorded(session.out, step)
     state = f"and --steps is {steps}; to train longer, increase --steps (or --epochs)"
     if step < steps:
-        why = reason(session.progress.best)
-        state = f"where the run stopped early, {why}; to train longer, increase --patience"
+        cause = reason(session.progress.best)
+        state = f"where the run stopped early, {cause}; to train longer, increase --patience"
     log.info(
         "nothing to do: %s is at step %d, %s; for a new run use another --out", session.resumed, step, state
     )
 
 
-def show_sample(session: Session, step: int, noted: Events) -> None:
+def show_sample(session: Session, step: int, sink: Events) -> None:
     """Print text generated from the model file that was just written."""
     config, tokenizer = session.config, session.tokenizer
     if tokenizer is None or not config.sample:
@@ -268,21 +268,21 @@ def show_sample(session: Session, step: int, noted: Events) -> None:
         return
     base = session.weights["init"] if session.model.lora is not None else None
     model = TextModel(path) if base is None else TextModel(base, GGUFFile.open(path))
-    prompt, ends, asked = question(session), tokenizer.ends, config.prompt
-    if prompt is None or asked != FIELDS["prompt"].default:
-        prompt, ends = tokenizer.encode_prompt(asked), frozenset()
+    prompt, ends, prompt_text = question(session), tokenizer.ends, config.prompt
+    if prompt is None or prompt_text != FIELDS["prompt"].default:
+        prompt, ends = tokenizer.encode_prompt(prompt_text), frozenset()
     else:
-        asked = tokenizer.decode(prompt).decode("utf-8", "replace")
+        prompt_text = tokenizer.decode(prompt).decode("utf-8", "replace")
     answer = takewhile(lambda id: id not in ends, model.generate(prompt, config.sample, seed=config.seed))
     text = tokenizer.decode([*prompt.tolist(), *answer]).decode("utf-8", "replace")
     log.info_text(f"sample of {path}:", text)
-    noted.note(events.SAMPLE, folder=path.parent.name, prompt=asked, text=text)
+    sink.note(events.SAMPLE, folder=path.parent.name, prompt=prompt_text, text=text)
 
 
 def question(session: Session) -> Array | None:
     """Return the ids of the first held-out conversation up to its first answer; None if there is none."""
     for batch in session.held_out.batches():
-        whole = batch.batch if isinstance(batch, PairBatch) else batch
-        first = int(np.argmax(whole.targets[0] != UNCOUNTED))
-        return whole.inputs[0, : first + 1] if first else None
+        rows = batch.batch if isinstance(batch, PairBatch) else batch
+        first = int(np.argmax(rows.targets[0] != UNCOUNTED))
+        return rows.inputs[0, : first + 1] if first else None
     return None
