@@ -44,8 +44,8 @@ def steps_of(page: Path) -> list[Line | Program]:
         if kind == "sh":
             steps += shell_lines(text)
         else:
-            named = NAMED.match(text)
-            steps.append(Program(named[1] if named else "", text))
+            match = NAMED.match(text)
+            steps.append(Program(match[1] if match else "", text))
     return steps
 
 

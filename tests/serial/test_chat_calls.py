@@ -72,7 +72,7 @@ def test_texts_and_marks_are_those_of_transformers(name, row, tmp_path):
     messages = as_taken(ROWS[row], kind, None if name == "deepseek" else "")
     oracle, options = transformers_tokenizer(), {"chat_template": template, "tools": TOOLS}
     line = written(tmp_path, {"messages": ROWS[row], "tools": TOOLS})
-    read = reader(template, ALL).read([("c", line)])
+    conversation = reader(template, ALL).read([("c", line)])
     try:
         if name == "deepseek":  # apply_chat_template drops a content of None, which this template needs
             special = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -81,16 +81,16 @@ def test_texts_and_marks_are_those_of_transformers(name, row, tmp_path):
             text = oracle.apply_chat_template(messages, tokenize=False, **options)
     except (TemplateError, TypeError):
         with pytest.raises(UsageError, match="chat template"):
-            list(read)
+            list(conversation)
         return
-    (read,) = read
-    assert read.text == text
+    (conversation,) = conversation
+    assert conversation.text == text
     if "{% generation %}" in template:
         marks = oracle.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, **options
         )
-        (read,) = reader(template).read([("c", line)])
-        assert read.counted.tolist() == list(map(bool, marks["assistant_masks"]))
+        (conversation,) = reader(template).read([("c", line)])
+        assert conversation.counted.tolist() == list(map(bool, marks["assistant_masks"]))
 
 
 def rows_of_calls():

@@ -152,9 +152,9 @@ def test_packed_lines_and_tables_are_read_in_pieces(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "x" * 20_000}, AB[1]]}] * 1000  # 20 MB
     for name in ("t.jsonl.gz", "t.parquet", "t.arrow"):
         (tmp_path / name).write_bytes(MADE[name](rows))
-        list(read_conversations("x", tmp_path / name, lambda one: None))  # loads modules
+        list(read_conversations("x", tmp_path / name, lambda conversation: None))  # loads modules
         tracemalloc.start()
-        assert sum(1 for _ in read_conversations("x", tmp_path / name, lambda one: None)) == 1000
+        assert sum(1 for _ in read_conversations("x", tmp_path / name, lambda conversation: None)) == 1000
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 8 << 20
