@@ -92,8 +92,8 @@ def problems(command: str, end: Ending) -> Iterator[str]:
     failed = end.status in FAILS.get(command, set())
     if end.status not in FINE | ALSO_FINE.get(command, set()) and not failed:
         yield f"status {end.status}"
-    ended_for_it = end.status == OUT_OF_TIME  # the kernel's CPU limit may come a second early
-    if ended_for_it or end.cpu > MOST_CPU:
+    timeout = end.status == OUT_OF_TIME  # the kernel's CPU limit may come a second early
+    if timeout or end.cpu > MOST_CPU:
         yield f"slow: {end.cpu:.1f} s of CPU time"
     if end.wall > MOST_WAIT:
         yield f"hang: {end.wall:.1f} s, {end.cpu:.1f} s of CPU time"

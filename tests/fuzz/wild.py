@@ -126,9 +126,9 @@ def edited(random: Random, raw: bytes, most: int = 4) -> bytes:
     for _ in range(random.randint(1, most)):
         start, size = random.randrange(len(raw) + 1), random.choice([1, 1, 4, 8, 100])
         other = random.randrange(len(raw) + 1)
-        new = random.choice([b"", random.randbytes(size), bytes(size), b"\xff" * size, raw[other:][:size]])
-        keep = random.choice([0, len(new), size])
-        raw = raw[:start] + new + raw[start + keep :]
+        patch = random.choice([b"", random.randbytes(size), bytes(size), b"\xff" * size, raw[other:][:size]])
+        keep = random.choice([0, len(patch), size])
+        raw = raw[:start] + patch + raw[start + keep :]
     return raw
 
 

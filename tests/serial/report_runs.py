@@ -28,10 +28,10 @@ def record(step, **fields):
 
 def records(steps, every=10):
     for step in range(1, steps + 1):
-        now_and_then = step % every == 0
+        due = step % every == 0
         memory = [3 << 20, 5 << 20, 4 << 20] if step > LATEST_JOB else [9 << 20, 7 << 20]
         fields = {"val_loss": 1.2 + 4 * math.exp(-step / 40), "memory_bytes": memory}
-        yield record(step, **(fields if now_and_then else {}))
+        yield record(step, **(fields if due else {}))
 
 
 def event(name, step, **fields):

@@ -69,9 +69,9 @@ def test_unused_rows_at_the_end_are_taken_first(tmp_path):
     size = len(keys["tokenizer.ggml.tokens"])
     keys["tokenizer.ggml.tokens"] = [*keys["tokenizer.ggml.tokens"], *(f"[PAD{size + n}]" for n in range(2))]
     keys["tokenizer.ggml.token_type"] = np.append(keys["tokenizer.ggml.token_type"], [5, 5]).astype(np.int32)
-    for count, grown in ((1, size + 2), (2, size + 2), (3, size + 3)):
+    for count, total in ((1, size + 2), (2, size + 2), (3, size + 3)):
         after, first = with_tokens(keys, NEW[:count])
-        assert (first, len(after["tokenizer.ggml.tokens"])) == (size, grown)
+        assert (first, len(after["tokenizer.ggml.tokens"])) == (size, total)
         assert after["tokenizer.ggml.tokens"][size : size + count] == NEW[:count]
 
 
@@ -161,7 +161,7 @@ def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
     llama_cpp()
     merged = tmp_path / "merged.gguf"
     assert command(World(0, 1), [str(base), str(merged), "--merge", str(out / "latest")]) == 0
-    both = TextModel(base, GGUFFile.open(out / "latest" / "adapter.gguf"))
+    pair = TextModel(base, GGUFFile.open(out / "latest" / "adapter.gguf"))
     model, server = TextModel(merged), open_server(merged)
     tokenizer = tokenizer_from_metadata(model.file.metadata)
     ids = tokenizer.encode(TEXT, special=True).tolist()
@@ -169,7 +169,7 @@ def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
     assert tokenize(server, TEXT, parse_special=False) == tokenizer.encode(TEXT).tolist()
     assert [id for id in ids if id > 259] == [260, 261, 262]
     ids, logits = ids[:16], model.logits(ids[:16])
-    np.testing.assert_array_equal(logits, both.logits(ids))
+    np.testing.assert_array_equal(logits, pair.logits(ids))
     for count in (1, 9, 15):  # llama.cpp needs space for one more token
         expected = next_token(server, ids[:count], 263)
         np.testing.assert_allclose(log_softmax(logits)[count - 1], expected, rtol=0, atol=1e-4)

@@ -20,8 +20,8 @@ SIZES += [(64, 96, 16), (17, 130, 48), (40, 64, 64), (31, 32, 32)]
 
 def matrices(rows, columns, by_columns, seed):
     shape = (2, 3, columns, rows) if by_columns else (2, 3, rows, columns)
-    wide = np.random.default_rng(seed).standard_normal((*shape[:3], shape[3] + 5), np.float32).astype(BF)
-    x = wide[..., 2 : 2 + shape[3]]
+    buffer = np.random.default_rng(seed).standard_normal((*shape[:3], shape[3] + 5), np.float32).astype(BF)
+    x = buffer[..., 2 : 2 + shape[3]]
     return x.swapaxes(2, 3) if by_columns else x
 
 
@@ -63,5 +63,5 @@ def test_what_is_not_finite_stays_so():
     a[0, 0, 3, 4], a[1, 2, 5, 6] = np.nan, np.inf
     for kind in (np.float32, BF):
         c = MULTIPLY(a, b, np.empty(a.shape, kind)).astype(np.float32)
-        bad = ~np.isfinite(c).all(axis=3)
-        assert np.argwhere(bad).tolist() == [[0, 0, 3], [1, 2, 5]]
+        mask = ~np.isfinite(c).all(axis=3)
+        assert np.argwhere(mask).tolist() == [[0, 0, 3], [1, 2, 5]]

@@ -136,8 +136,8 @@ def test_a_resume_goes_on_with_it(alone, text, tmp_path):
     shutil.copytree(alone / "step-00000002", tmp_path / "run" / "step-00000002")
     train(3, tmp_path / "run", *SIZES, *FLAGS, *text, "--strategy", "no-shard")
     assert files(tmp_path / "run") == files(alone)
-    changed = [*FLAGS[:-4], "--ema", "0.8", "--steps", "5"]
-    assert "--ema was 0.7, now 0.8" in refused(1, tmp_path / "run", *SIZES, *changed, *text)
+    flags = [*FLAGS[:-4], "--ema", "0.8", "--steps", "5"]
+    assert "--ema was 0.7, now 0.8" in refused(1, tmp_path / "run", *SIZES, *flags, *text)
 
 
 def test_it_is_a_model_with_the_keys_of_the_other_one(alone):

@@ -120,8 +120,8 @@ def test_training_begins_at_the_loss_of_an_evaluation(folder, tmp_path, packing)
     flags += ["--micro-batch", "1"]
     expected, ids = losses(folder, BOS), len(ASKS.encode(TEXT)) + 1
     if packing == "documents":
-        model, every = TextModel(folder / "asks.gguf"), [*ASKS.encode(TEXT).tolist(), ASKS.eos]
-        parts = [every[start : start + CONTEXT] for start in range(0, ids, CONTEXT)]
+        model, tokens = TextModel(folder / "asks.gguf"), [*ASKS.encode(TEXT).tolist(), ASKS.eos]
+        parts = [tokens[start : start + CONTEXT] for start in range(0, ids, CONTEXT)]
         expected = np.concatenate([surprises(model, [BOS, *part]) for part in parts])
     windows = -(-ids // CONTEXT) if packing == "documents" else ids // CONTEXT
     train(2, tmp_path / "run", *flags, "--batch-size", str(windows))

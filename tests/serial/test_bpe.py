@@ -63,10 +63,10 @@ def test_ids_are_as_wide_as_the_vocabulary_needs():
     assert SMALL.encode("hello").dtype == np.uint16
     for size, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
         tokens = [*BYTES, "he", *(f"[PAD{i}]" for i in range(257, size))]
-        wide = BPETokenizer(bpe_files.keys_of(tokens, ["h e"]))
-        assert (wide.vocab_size, wide.encode("he").dtype) == (size, dtype)
-        assert wide.encode("he!").tolist() == [256, 33]
-        assert wide.encode("").dtype == dtype
+        tokenizer = BPETokenizer(bpe_files.keys_of(tokens, ["h e"]))
+        assert (tokenizer.vocab_size, tokenizer.encode("he").dtype) == (size, dtype)
+        assert tokenizer.encode("he!").tolist() == [256, 33]
+        assert tokenizer.encode("").dtype == dtype
 
 
 def test_every_text_comes_back(trained):

@@ -131,9 +131,9 @@ def test_evaluation_counts_answers_alone(ranks, context, folder):
     """Each conversation is one window; bits are divided by the bytes of the answers."""
     model = replace(LLAMA, context_length=200, value_length=4)
     write_model(folder / "m.gguf", model, ByteTokenizer(CHATML).metadata())
-    reads = ConversationReader(ByteTokenizer(CHATML))
+    reader = ConversationReader(ByteTokenizer(CHATML))
     nats, nbytes = 0.0, 0
-    for conversation in reads.read([("x", folder / "chat.jsonl")]):
+    for conversation in reader.read([("x", folder / "chat.jsonl")]):
         losses = surprises(TextModel(folder / "m.gguf"), conversation.ids.tolist())[:context]
         mask = conversation.counted[1 : context + 1]
         nats, nbytes = nats + losses[mask].sum(), nbytes + int(mask.sum())  # a token is a byte

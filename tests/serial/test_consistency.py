@@ -74,8 +74,8 @@ def test_another_variable_on_one_rank_is_refused(flags, tmp_path):
 
 @needs_mpiexec
 def test_another_package_on_one_rank_is_refused(flags, tmp_path):
-    ignored = shutil.ignore_patterns("*.pyc", "__pycache__")
-    copy = shutil.copytree(PACKAGE, tmp_path / "other/zero_mpi", ignore=ignored)
+    ignore = shutil.ignore_patterns("*.pyc", "__pycache__")
+    copy = shutil.copytree(PACKAGE, tmp_path / "other/zero_mpi", ignore=ignore)
     path = copy / "optim/optimizer.py"
     path.write_text(path.read_text() + "# another line\n")
     errors = refused([*RUN, *flags], ["env", f"PYTHONPATH={copy.parent}", *RUN, *flags], tmp_path)

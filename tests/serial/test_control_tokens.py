@@ -76,8 +76,8 @@ def test_parse_reads_each_spelling_as_one_id_as_a_prompt_does(case, tmp_path):
 def test_token_files_spell_nothing(tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(90, dtype=np.uint16))
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": 260, "tokenizer": None}
-    both = [load_corpus([str(tmp_path / "ids.npy")], control_tokens=mode, **options) for mode in READINGS]
-    assert both[0].sha256 == both[1].sha256
+    pair = [load_corpus([str(tmp_path / "ids.npy")], control_tokens=mode, **options) for mode in READINGS]
+    assert pair[0].sha256 == pair[1].sha256
     model = plan_flags.find_model(Config())
     settings = describe(Config(control_tokens=PARSE), model, None, None).settings
     assert settings["control_tokens"] == PLAIN

@@ -120,10 +120,10 @@ def test_ids_are_those_of_the_whole_text(contents):
         tokenizer = chat_tokenizer()
         tokenized = reader(name)._marked(rendered, *tokenizer.encode_with_lengths([rendered.text])[0])
         assert tokenized.ids.tolist() == tokenizer.encode(rendered.text, special=True).tolist()
-        covered = np.repeat(tokenized.counted, tokenized.lengths)
-        assert len(covered) == len(rendered.text.encode())
+        mask = np.repeat(tokenized.counted, tokenized.lengths)
+        assert len(mask) == len(rendered.text.encode())
         for start, stop in rendered.spans:
-            assert covered[len(rendered.text[:start].encode()) : len(rendered.text[:stop].encode())].all()
+            assert mask[len(rendered.text[:start].encode()) : len(rendered.text[:stop].encode())].all()
 
 
 # --------------------------------------------------------------------------------------- counted tokens
@@ -453,9 +453,9 @@ def test_a_model_that_asks_for_bos_has_it_once(name, loss_on, tmp_path):
     tokenizer, path = chat_tokenizer(TEMPLATES[name]), written(tmp_path, {"messages": AB})
     (bare,) = ConversationReader(tokenizer, loss_on).read([("x", path)])
     (conversation,) = ConversationReader(tokenizer, loss_on, tokenizer.bos).read([("x", path)])
-    writes = bare.ids[0] == tokenizer.bos
-    assert writes == (name != "chatml")
-    assert conversation.ids.tolist() == ([] if writes else [tokenizer.bos]) + bare.ids.tolist()
+    has_bos = bare.ids[0] == tokenizer.bos
+    assert has_bos == (name != "chatml")
+    assert conversation.ids.tolist() == ([] if has_bos else [tokenizer.bos]) + bare.ids.tolist()
     assert conversation.ids.tolist().count(tokenizer.bos) == 1
     assert conversation.counted[-len(bare.ids) :].tolist() == bare.counted.tolist()
     assert answers_in(conversation) == answers_in(bare)

@@ -167,11 +167,11 @@ def test_whole_documents_are_held_out(tmp_path, fraction):
 
 def test_the_draw_depends_on_the_seed_alone_and_keeps_the_order(tmp_path):
     many(tmp_path)
-    loaded = [load(tmp_path, val_fraction=0.2, seed=seed) for seed in (0, 0, 1, 2)]
-    samples = [frozenset(documents_of(corpus.val.ids)) for corpus in loaded]
+    corpora = [load(tmp_path, val_fraction=0.2, seed=seed) for seed in (0, 0, 1, 2)]
+    samples = [frozenset(documents_of(corpus.val.ids)) for corpus in corpora]
     assert samples[0] == samples[1]
     assert len(set(samples)) == 3
-    for side in (loaded[0].train.ids, loaded[0].val.ids):
+    for side in (corpora[0].train.ids, corpora[0].val.ids):
         assert np.all(np.diff(side[side != EOS].astype(int)) >= 0)
         assert side[-1] == EOS
 

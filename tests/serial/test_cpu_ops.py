@@ -106,10 +106,10 @@ def linear_case(lead: tuple[int, ...], inputs: int, outputs: int) -> dict[str, C
 def rope_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
     angle = numbers(shape[1], shape[3] // 2)
     x, cos, sin = numbers(*shape), np.cos(angle), np.sin(angle)
-    few = cos[:, : shape[3] // 4], sin[:, : shape[3] // 4]
+    tables = cos[:, : shape[3] // 4], sin[:, : shape[3] // 4]
     return {
-        "rope, interleaved, partial": lambda: [x, *few, True],
-        "rope, halves, partial": lambda: [x, *few, False],
+        "rope, interleaved, partial": lambda: [x, *tables, True],
+        "rope, halves, partial": lambda: [x, *tables, False],
         "rope, interleaved": lambda: [x, cos, sin, True],
         "rope, halves": lambda: [x, cos, sin, False],
     }
@@ -389,8 +389,8 @@ def test_a_step_allocates_nothing_large_once_it_is_warm(name, recompute):
     leases = sum(block.lease is not None for block in RECYCLED._blocks)
     step()
     step()
-    warm = RECYCLED.nbytes
-    assert warm > 2**20, "the step's arrays must be large enough for the pool"
+    nbytes = RECYCLED.nbytes
+    assert nbytes > 2**20, "the step's arrays must be large enough for the pool"
     growths = []
     tracemalloc.start()
     try:
@@ -402,7 +402,7 @@ def test_a_step_allocates_nothing_large_once_it_is_warm(name, recompute):
     finally:
         tracemalloc.stop()
     growth = min(growths)  # a thread of an earlier test may allocate during one of the steps
-    assert RECYCLED.nbytes == warm
+    assert RECYCLED.nbytes == nbytes
     assert sum(block.lease is not None for block in RECYCLED._blocks) == leases  # a step keeps nothing
     assert growth < 100_000, f"{growth} bytes outside the pool at once; one activation has 82 kB"
 

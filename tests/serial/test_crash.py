@@ -229,12 +229,12 @@ def save_refused(out: Path, case: Case, stop_at: int, number: int, background: b
 
 @pytest.mark.parametrize(("name", "background"), [("ENOSPC", False), ("EIO", True)])
 def test_a_save_may_be_refused_any_operation(name, background, case, start, complete):
-    number, refused = getattr(errno, name), 0
+    number, count = getattr(errno, name), 0
     for stop_at in itertools.count(1):
         out = start()
         raised, text = save_refused(out, case, stop_at, number, background)
         if text:
-            refused += 1
+            count += 1
             assert os.strerror(number) in text
             assert str(out) in text or any(f in text for f in (folders.MODEL, folders.OPTIMIZER)), text
             assert "\n" not in text
@@ -243,4 +243,4 @@ def test_a_save_may_be_refused_any_operation(name, background, case, start, comp
         assert_goes_on(out, case, complete)
         if not raised:
             break
-    assert refused > 20, "the sweep has not seen the operations of a save"
+    assert count > 20, "the sweep has not seen the operations of a save"

@@ -81,12 +81,12 @@ def test_it_says_where_the_run_would_go_on_and_changes_nothing(folder):
 def test_what_a_run_would_refuse_is_refused_with_the_same_line(folder):
     assert train(1, folder, "--steps", "1")[0] == 0
     before = tree(folder)
-    for refused in (["--seed", "1"], ["--freeze", "nothing*"], ["--context", "4096"]):
-        dry = train(1, folder, *refused, "--dry-run")
+    for options in (["--seed", "1"], ["--freeze", "nothing*"], ["--context", "4096"]):
+        dry = train(1, folder, *options, "--dry-run")
         assert tree(folder) == before
         assert dry[0] == 2, dry
         assert len(dry[2].splitlines()) == 1
-        real = train(1, folder, *refused)
+        real = train(1, folder, *options)
         assert real == dry
         before = tree(folder)
 

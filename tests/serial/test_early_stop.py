@@ -115,9 +115,9 @@ def test_it_stays_as_it_is_until_more_patience_is_given(again, endless, flags):
     last, _ = expected_end(endless, 3)
     (line,) = train(2, again, *flags, "--steps", "40", "--patience", "3").splitlines()
     assert f"step {last}, where the run stopped early, {WHY}" in line
-    later, _ = expected_end(endless, 5)
+    end, _ = expected_end(endless, 5)
     train(2, again, *flags, "--steps", "40", "--patience", "5")
-    assert losses(again) == {step: loss for step, loss in endless.items() if step <= later}
+    assert losses(again) == {step: loss for step, loss in endless.items() if step <= end}
 
 
 @needs_mpiexec
@@ -126,8 +126,8 @@ def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
     first = min(endless)
     output = train(2, tmp_path / "new", *flags, "--steps", str(first), "--patience", "3")
     assert f"{endless[first]:.4f} nats per token, of step {first}: " in output
-    new = tmp_path / "new"
-    assert os.readlink(new / "best") == os.readlink(new / "latest"), "the last checkpoint may be the best"
+    out = tmp_path / "new"
+    assert os.readlink(out / "best") == os.readlink(out / "latest"), "the last checkpoint may be the best"
     train(1, again, *flags, "--steps", "1", "--resume", "never")
     assert not (again / "best").is_symlink()
     train(1, again, *flags, "--steps", "2", "--patience", "9")

@@ -38,8 +38,8 @@ def test_every_window_is_seen_so_often_and_no_step_is_too_many(epochs, windows, 
 )
 def test_a_warm_up_is_a_number_or_a_share_of_the_steps(wanted, steps, warmup):
     assert Config(steps=steps, warmup=wanted).warmup == warmup
-    later = Config(epochs=steps, warmup=wanted, batch_size=5)
-    assert in_steps(later, 5).warmup == warmup
+    config = Config(epochs=steps, warmup=wanted, batch_size=5)
+    assert in_steps(config, 5).warmup == warmup
 
 
 def test_a_file_of_settings_has_a_warm_up_as_a_share_or_a_number(tmp_path):

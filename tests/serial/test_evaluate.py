@@ -91,10 +91,10 @@ def test_losses_of_windows_are_those_of_the_logits(folder, context, stride):
     model, ids = TextModel(folder / "new.gguf"), text_ids()
     starts = range(0, len(ids) - context, stride)
     windows = [surprises(model, ids[start : start + context + 1]) for start in starts]
-    new = [found[context - stride if place else 0 :] for place, found in enumerate(windows)]
+    tails = [found[context - stride if place else 0 :] for place, found in enumerate(windows)]
     text, found = figures["text"], figures["models"][0]["text"]
-    np.testing.assert_allclose(found["window_losses"], [part.mean() for part in new], rtol=1e-5)
-    total, tokens = sum(part.sum() for part in new), sum(map(len, new))
+    np.testing.assert_allclose(found["window_losses"], [tail.mean() for tail in tails], rtol=1e-5)
+    total, tokens = sum(tail.sum() for tail in tails), sum(map(len, tails))
     assert (text["windows"], text["tokens"]) == (len(windows), tokens)
     assert text["tokens_after_the_last_window"] == len(ids) - 1 - tokens
     nbytes = tokens - (text["tokens_after_the_last_window"] == 0)  # EOS has no bytes
@@ -156,19 +156,19 @@ def test_windows_are_spread_and_precision_is_a_choice(folder):
 def test_a_second_model_reads_the_same_windows(folder):
     flags = ["--data", "text", "--choices", "questions.jsonl"]
     single = [evaluate(folder, path, *flags)[1] for path in ("new.gguf", "old.gguf")]
-    printed, both = evaluate(folder, "new.gguf", *flags, "--against", "old.gguf", ranks=2)
-    assert both["models"] == [figures["models"][0] for figures in single]
-    ours, theirs = both["models"]
+    printed, report = evaluate(folder, "new.gguf", *flags, "--against", "old.gguf", ranks=2)
+    assert report["models"] == [figures["models"][0] for figures in single]
+    ours, theirs = report["models"]
     for name in ("loss", "perplexity", "bits_per_byte"):
-        assert both["difference"]["text"][name] == ours["text"][name] - theirs["text"][name]
+        assert report["difference"]["text"][name] == ours["text"][name] - theirs["text"][name]
     for kind in scores.BY:
-        assert both["difference"]["choices"]["right"][kind] == (
+        assert report["difference"]["choices"]["right"][kind] == (
             ours["choices"]["right"][kind] - theirs["choices"]["right"][kind]
         )
     change = np.array(ours["text"]["window_losses"]) - np.array(theirs["text"]["window_losses"])
     error = change.std(ddof=1) / math.sqrt(len(change))  # windows of equal length
-    assert both["difference"]["text"]["standard_error"] == pytest.approx(error)
-    assert f"{both['difference']['text']['loss']:.6f}" in printed
+    assert report["difference"]["text"]["standard_error"] == pytest.approx(error)
+    assert f"{report['difference']['text']['loss']:.6f}" in printed
 
 
 # ---------------------------------------------------------------------------------------- choices

@@ -69,9 +69,9 @@ def story(tmp_path_factory):
     folder = tmp_path_factory.mktemp("story")
     out, flags = folder / "out", [*FLAGS, "--data", *write_text(folder)]
     train(2, out, *flags, "--steps", "3", "--save-every", "2")
-    killed = Status(out, 0, 2, 9)
-    killed.begin()
-    killed._over.set()
+    status = Status(out, 0, 2, 9)
+    status.begin()
+    status._over.set()
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6}\n{"step": 7}\n{"step": 8, "lo')
     printed = train(3, out, *flags, "--steps", "4", "--log-level", "debug", "--threads", "2")

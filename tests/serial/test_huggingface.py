@@ -32,8 +32,8 @@ def make(folder: Path, name: str, edits: Edit | None = None, **tensors: np.ndarr
     arrays = hf_models.random_tensors(config) | {
         key.replace("__", "."): value for key, value in tensors.items()
     }
-    changed = {key: value for key, value in (config | (edits or {})).items() if value is not ...}
-    return hf_models.write_folder(folder, changed, {key: a for key, a in arrays.items() if a is not None})
+    settings = {key: value for key, value in (config | (edits or {})).items() if value is not ...}
+    return hf_models.write_folder(folder, settings, {key: a for key, a in arrays.items() if a is not None})
 
 
 def our_logits(source: WeightSource, ids: np.ndarray) -> np.ndarray:
@@ -132,8 +132,8 @@ def test_llama_3_factors_are_those_of_transformers(tmp_path):
     edits = {"hidden_size": 24, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
     edits |= {"rope_theta": 500000.0, "rope_scaling": scaling}
     names = [f"model.layers.{i}.self_attn.{n}_proj.weight" for i in range(2) for n in "qk"]
-    wide = dict.fromkeys(names, np.zeros((256, 24), np.float32))
-    factors = open_weights(make(tmp_path, "llama", edits, **wide)).read("rope_freqs.weight")
+    zeros = dict.fromkeys(names, np.zeros((256, 24), np.float32))
+    factors = open_weights(make(tmp_path, "llama", edits, **zeros)).read("rope_freqs.weight")
     assert factors.shape == (64,)
     assert (factors[:29] == 1).all()
     between = [1.207484, 1.553415, 2.026313, 2.69453, 3.684253, 5.257327]

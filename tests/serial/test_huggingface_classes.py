@@ -105,11 +105,11 @@ def effects(config: Edit) -> list[Any]:
     if config["model_type"] == "gpt2":
         return []
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    turned = [hf_models.frequencies(config, width, length) for length in (4, 12, 20, 30)]
-    sees = [
+    frequencies = [hf_models.frequencies(config, width, length) for length in (4, 12, 20, 30)]
+    mask = [
         kind == "sliding_attention" and config["sliding_window"] for kind in config.get("layer_types", [])
     ]
-    return [*turned, hf_models.magnitude(config), sees]
+    return [*frequencies, hf_models.magnitude(config), mask]
 
 
 def content(source: Any) -> Any:
