@@ -46,10 +46,10 @@ def trained() -> dict[str, tuple[Keys, list[tuple[str, np.ndarray]], bytes]]:
     optimizer.step(max_norm=1.0)
     settings = {"seed": 0, "model.arch": "llama", "corpus": "ab" * 32, "data.tokenizer": "byte"}
     keys = config.metadata() | ByteTokenizer().metadata()
-    about = Description("llama", keys, settings, {"threads": 1, "numpy": "2"}, {"lr": 0.004, "steps": 9})
+    facts = Description("llama", keys, settings, {"threads": 1, "numpy": "2"}, {"lr": 0.004, "steps": 9})
     place = Path(tempfile.mkdtemp(prefix="fuzz-checkpoint-"))
     try:
-        folder = save_checkpoint(place, optimizer, TrainingProgress(1, 32, 0, 1, 2), about)
+        folder = save_checkpoint(place, optimizer, TrainingProgress(1, 32, 0, 1, 2), facts)
         return {name: parts(folder / name) for name in NAMES}
     finally:
         shutil.rmtree(place)
@@ -85,8 +85,8 @@ def changed(random: Random) -> dict[str, bytes]:
     files = {name: (dict(keys), tensors) for name, (keys, tensors, _) in trained().items()}
     for _ in range(random.choice([1, 1, 2, 4])):
         keys, _ = files[random.choice(NAMES)]
-        own = [key for key in keys if key.startswith(INTERESTING)]
-        key = random.choice(own if random.random() < 0.8 else list(keys))
+        targets = [key for key in keys if key.startswith(INTERESTING)]
+        key = random.choice(targets if random.random() < 0.8 else list(keys))
         if random.random() < 0.1:
             del keys[key]
         else:

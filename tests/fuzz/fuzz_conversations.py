@@ -79,8 +79,8 @@ def sound(random: Random, folder: Path) -> list[str]:
 def rows(random: Random, folder: Path) -> list[str]:
     """Replace or delete a value at any depth of conversations, pairs or calls."""
     kind = random.choice([FORMS, PAIRS, CALLS])
-    found = json.loads(json.dumps([kind[0], random.choice(kind)]))
-    place, key = random.choice(wild.places(found))
+    content = json.loads(json.dumps([kind[0], random.choice(kind)]))
+    place, key = random.choice(wild.places(content))
     if isinstance(place, dict):
         key = random.choice([key, key, key, "system", "label", "rejected"])
     place[key] = random.choice([*ODD, *TEXTS, TURNS, TURNS[:1], CALL, [CALL], {"function": CALL}])
@@ -88,7 +88,7 @@ def rows(random: Random, folder: Path) -> list[str]:
         del place[key]
     flags = random.choice([[], ["--skip-bad"], ["--json"], ["--loss-on", "all"]])
     calling = [template for template, *_ in CALLING.values()]
-    return samples(folder, lines(*found), random.choice([*TEMPLATES.values(), *calling]), *flags)
+    return samples(folder, lines(*content), random.choice([*TEMPLATES.values(), *calling]), *flags)
 
 
 def table(random: Random, rows: list[dict[str, Any]], kind: str) -> bytes:

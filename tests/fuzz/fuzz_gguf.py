@@ -40,8 +40,8 @@ def scalar(kind: int, value: Any) -> bytes:
     if kind == BOOL:
         return bytes([bool(value)])
     size = struct.calcsize(FORMATS[kind])
-    whole = int(value) if value == value and abs(value) != float("inf") else 2**63
-    return (whole % (1 << 8 * size)).to_bytes(size, "little")
+    integer = int(value) if value == value and abs(value) != float("inf") else 2**63
+    return (integer % (1 << 8 * size)).to_bytes(size, "little")
 
 
 def typed(kind: int, value: Any) -> bytes:
@@ -174,18 +174,18 @@ def changed_tensors(random: Random, file: File) -> None:
     for _ in range(random.choice([1, 1, 2])):
         place = random.randrange(len(file.tensors))
         name, shape, kind = file.tensors[place]
-        what = random.randrange(6)
-        if what == 0:
+        case = random.randrange(6)
+        if case == 0:
             file.tensors[place] = wild.name(random, [name]), shape, kind
-        elif what == 1:
+        elif case == 1:
             dims = [0, 1, 2, 8, 2**31, 2**32, 2**40, 2**63]
             dims = tuple(random.choice(dims) for _ in range(random.randint(0, 5)))
             file.tensors[place] = name, dims, kind
-        elif what == 2:
+        elif case == 2:
             file.tensors[place] = name, shape, random.choice([*range(42), 2**31, 2**32 - 1])
-        elif what == 3:
+        elif case == 3:
             file.tensors.append(file.tensors[place])
-        elif what == 4:
+        elif case == 4:
             del file.tensors[place]
         else:
             file.tensors[place] = name, (*shape[:-1], random.choice([1, 3, 7, 2**20])), kind
@@ -241,16 +241,16 @@ def tensors(random: Random, folder: Path) -> list[str]:
 def counts(random: Random, folder: Path) -> list[str]:
     file = model(random)
     odd = [n for n in wild.INTEGERS if 0 <= n < 2**64]
-    what = random.randrange(5)
-    if what == 0:
+    case = random.randrange(5)
+    if case == 0:
         file.counts = {random.choice(["tensors", "keys"]): random.choice(odd)}
-    elif what == 1:
+    elif case == 1:
         kind = random.choice([*FORMATS, STRING, ARRAY, 13, 2**31])
-        lying = struct.pack("<IIQ", ARRAY, kind, random.choice(odd))
-        file.keys.insert(random.randrange(len(file.keys)), ("odd", lying))
-    elif what == 2:
+        entry = struct.pack("<IIQ", ARRAY, kind, random.choice(odd))
+        file.keys.insert(random.randrange(len(file.keys)), ("odd", entry))
+    elif case == 2:
         file.keys.insert(0, ("odd", struct.pack("<IQ", STRING, random.choice(odd))))
-    elif what == 3:
+    elif case == 3:
         file.head = random.choice([b"GGUF", b"GGML", b"FUGG"]) + struct.pack("<I", random.choice(odd) % 2**32)
     else:
         file.keys.insert(0, ("general.alignment", typed(4, random.choice(odd) % 2**32)))
@@ -260,29 +260,29 @@ def counts(random: Random, folder: Path) -> list[str]:
 
 def noise(random: Random, folder: Path) -> list[str]:
     raw = model(random).bytes()
-    at = random.choice([len(raw), 12_000, 1000, 100])
+    start = random.choice([len(raw), 12_000, 1000, 100])
     (folder / "x.gguf").write_bytes(
-        wild.edited(random, raw[:at]) + (raw[at:] if random.random() < 0.8 else b"")
+        wild.edited(random, raw[:start]) + (raw[start:] if random.random() < 0.8 else b"")
     )
     return command(random, folder)
 
 
 def many(random: Random, folder: Path) -> list[str]:
     file, count = model(random), random.choice([10_000, 70_000, 300_000])
-    what = random.randrange(7)
-    if what == 0:
+    case = random.randrange(7)
+    if case == 0:
         file.keys += [(f"k{i}", typed(4, i)) for i in range(count)]
-    elif what == 1:
+    elif case == 1:
         file.keys += [(f"k{i}", typed(STRING, "v" * 20)) for i in range(count)]
-    elif what == 2:
+    elif case == 2:
         file.tensors += [(f"t{i}", (1,), F32) for i in range(count // 10)]
         file.data = bytes(file.table()[1])
-    elif what == 3:
+    elif case == 3:
         file.keys = [k for k in file.keys if k[0] != "tokenizer.ggml.tokens"]
         file.keys.append(("tokenizer.ggml.tokens", array(STRING, [f"t{i}" for i in range(count)])))
-    elif what == 4:
+    elif case == 4:
         file.keys.append(("odd", array(STRING, [""] * (20 * count))))
-    elif what == 5:
+    elif case == 5:
         file.keys.append(("odd", array(0, [0] * count)))
     else:
         file.keys.append(("k" * 65535, typed(STRING, "\n\x1b" * 10 * count)))

@@ -34,8 +34,8 @@ def megatron(random: Random, folder: Path) -> list[str]:
     count = random.choice(COUNTS)
     head = b"MMIDIDX\0\0" + np.uint64(1).tobytes() + random.choice([b"\x08", b"\x04", b"\x01"])
     head += struct.pack("<QQ", count, random.choice([count, (count + 1) % 2**64, 0]))
-    whole = 34 + 12 * count + 8 * (count + 1)
-    sparse(folder / "ids.idx", head, random.choice([whole, whole, *SIZES]) if whole < 8 << 30 else 8 << 30)
+    size = 34 + 12 * count + 8 * (count + 1)
+    sparse(folder / "ids.idx", head, random.choice([size, size, *SIZES]) if size < 8 << 30 else 8 << 30)
     sparse(folder / "ids.bin", b"", random.choice(SIZES))
     return fuzz_tokens.command(folder, random, "ids.bin")
 

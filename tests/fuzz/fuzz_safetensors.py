@@ -140,8 +140,8 @@ def header(random: Random, folder: Path) -> list[str]:
         raw = stored(content, data)
     else:
         count = random.choice([1000, 100_000, 400_000])
-        more = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
-        raw = stored(content | more, data)
+        extra = {f"t{i}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
+        raw = stored(content | extra, data)
     (place / "model.safetensors").write_bytes(raw)
     return fuzz_gguf.command(random, folder, "m")
 
@@ -151,7 +151,7 @@ def index(random: Random, folder: Path) -> list[str]:
     (place / "model.safetensors").unlink()
     names = [name for name in content if name[0] != "_"]
     cut = random.randrange(len(names) + 1)
-    where = {}
+    table = {}
     for number, part in enumerate((names[:cut], names[cut:])):
         header, start, pieces = {}, 0, b""
         for name in part:
@@ -160,18 +160,18 @@ def index(random: Random, folder: Path) -> list[str]:
             pieces += data[a:b]
         file = f"model-{number + 1:05d}-of-00002.safetensors"
         (place / file).write_bytes(stored(header, pieces))
-        where |= dict.fromkeys(part, file)
-    found: Any = {"metadata": {"total_size": len(data)}, "weight_map": where}
+        table |= dict.fromkeys(part, file)
+    body: Any = {"metadata": {"total_size": len(data)}, "weight_map": table}
     kind = random.randrange(5)
     if kind == 0:
         wild.special(random, place / "model-00001-of-00002.safetensors")
     elif kind == 1:
-        where[random.choice(names)] = random.choice(["../x.safetensors", "/etc/passwd", wild.text(random), 5])
+        table[random.choice(names)] = random.choice(["../x.safetensors", "/etc/passwd", wild.text(random), 5])
     elif kind == 2:
-        where |= {f"t{i}": "model-00001-of-00002.safetensors" for i in range(random.choice([10, 500_000]))}
+        table |= {f"t{i}": "model-00001-of-00002.safetensors" for i in range(random.choice([10, 500_000]))}
     else:
-        found = wild.changed_json(random, found)
-    raw = wild.as_text(found, random) if random.random() < 0.8 else wild.broken_json(random, found)
+        body = wild.changed_json(random, body)
+    raw = wild.as_text(body, random) if random.random() < 0.8 else wild.broken_json(random, body)
     (place / "model.safetensors.index.json").write_bytes(raw)
     return fuzz_gguf.command(random, folder, "m")
 

@@ -85,10 +85,10 @@ def other(random: Random, folder: Path) -> list[str]:
 
 def left(random: Random, folder: Path) -> list[str]:
     """Write a plan, a record and sometimes a manifest that differ from those of the command."""
-    aside = folder / "tokens" / ".tokenize"
-    aside.mkdir(parents=True)
+    work = folder / "tokens" / ".tokenize"
+    work.mkdir(parents=True)
     plan = {"about": {"options": {}}, "looked": [{"name": "t.jsonl", "bytes": len(GOOD), "weights": [1]}]}
-    for path in (aside / "plan.json", aside / "00000.json", folder / "tokens" / "manifest.json"):
+    for path in (work / "plan.json", work / "00000.json", folder / "tokens" / "manifest.json"):
         raw = random.choice([b"", b"{}", b"[" * 9000, b"\xff", lines(plan), *(lines(value) for value in ODD)])
         if path.name != "manifest.json" or random.randrange(2):
             path.write_bytes(raw)

@@ -17,8 +17,8 @@ from zero_mpi.data.teacher_file import HEAD, TeacherFile
 
 def header(text: bytes, version: tuple[int, int] = (1, 0), length: int | None = None) -> bytes:
     width = "<H" if version == (1, 0) else "<I"
-    said = (len(text) if length is None else length) % 2 ** (8 * struct.calcsize(width))
-    return b"\x93NUMPY" + bytes(version) + struct.pack(width, said) + text
+    claim = (len(text) if length is None else length) % 2 ** (8 * struct.calcsize(width))
+    return b"\x93NUMPY" + bytes(version) + struct.pack(width, claim) + text
 
 
 def usual(descr: Any = "<u2", order: Any = False, shape: Any = (500,)) -> bytes:
@@ -88,9 +88,9 @@ def arrow() -> dict[str, bytes]:
 
 def others(random: Random, folder: Path) -> list[str]:
     files = random.choice([llm_c, megatron, arrow])()
-    spoilt = random.choice(list(files))
-    data = files[spoilt]
-    files[spoilt] = random.choice([data, data[: random.randrange(len(data))], wild.edited(random, data)])
+    victim = random.choice(list(files))
+    data = files[victim]
+    files[victim] = random.choice([data, data[: random.randrange(len(data))], wild.edited(random, data)])
     for name, data in files.items():
         (folder / name).write_bytes(data)
     name = next(iter(files))

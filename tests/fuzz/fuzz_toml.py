@@ -24,19 +24,19 @@ BIG = {*SIZES, "prefetch", "batch_size", "micro_batch", "eval_windows"}
 
 
 def settings(random: Random) -> dict[str, Any]:
-    found: dict[str, Any] = dict(ALWAYS)
+    values: dict[str, Any] = dict(ALWAYS)
     for _ in range(random.choice([1, 1, 2, 5])):
         name = random.choice(list(FIELDS))
         choices = FIELDS[name].metadata["choices"]
         if name in BIG:
-            found[name] = random.choice(MODERATE)
+            values[name] = random.choice(MODERATE)
         elif choices and random.random() < 0.5:
-            found[name] = random.choice([*choices, choices[0].upper(), choices[0] + "\n"])
+            values[name] = random.choice([*choices, choices[0].upper(), choices[0] + "\n"])
         elif name != "data":
-            found[name] = wild.value(random)
+            values[name] = wild.value(random)
     if random.random() < 0.3:
-        found[wild.name(random, list(FIELDS))] = wild.value(random)
-    return found
+        values[wild.name(random, list(FIELDS))] = wild.value(random)
+    return values
 
 
 def as_toml(content: Any) -> str:
@@ -46,9 +46,9 @@ def as_toml(content: Any) -> str:
 def sayable(value: Any) -> Any:
     """Return a value without null and lone surrogates, which TOML cannot express."""
     if isinstance(value, dict):
-        return {clean(key): sayable(one) for key, one in value.items() if one is not None}
+        return {clean(key): sayable(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [sayable(one) for one in value if one is not None]
+        return [sayable(inner) for inner in value if inner is not None]
     return clean(value) if isinstance(value, str) else value
 
 
@@ -139,8 +139,8 @@ def described(random: Random) -> dict[str, Any]:
 def machine_command(random: Random, folder: Path, machine: dict[str, Any] | bytes) -> list[str]:
     raw = machine if isinstance(machine, bytes) else as_toml(machine).encode()
     (folder / "machine.toml").write_bytes(raw)
-    asked = random.choice([["--sweep", "--most-ranks", "4"]] * 4 + [["--ranks", "4"]])
-    return ["-m", "zero_mpi", "plan", *MODEL, *asked, "--strategy", "full-shard", "--machine", "machine.toml"]
+    mode = random.choice([["--sweep", "--most-ranks", "4"]] * 4 + [["--ranks", "4"]])
+    return ["-m", "zero_mpi", "plan", *MODEL, *mode, "--strategy", "full-shard", "--machine", "machine.toml"]
 
 
 def machine_types(random: Random, folder: Path) -> list[str]:

@@ -26,14 +26,12 @@ def time_line(random: Random) -> dict[str, Any]:
             start = 100.0 * step
             events.append(timelines.event(rank, "steps", "step", start, start + 100, step=step))
             for _ in range(random.choice([0, 3, 20])):
-                begun = start + random.uniform(0, 90)
-                about = {"unit": "blk.0", "bytes": random.randrange(1000)}
+                time = start + random.uniform(0, 90)
+                fields = {"unit": "blk.0", "bytes": random.randrange(1000)}
                 family = random.choice(TRACKS[1:])
-                events.append(
-                    timelines.event(rank, family, "allgather", begun, begun + 5, step=step, **about)
-                )
-    about = {"zero_mpi": "0.1.0", "ranks": 2, "clock_error_us": 1.5, "ends_in": None}
-    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+                events.append(timelines.event(rank, family, "allgather", time, time + 5, step=step, **fields))
+    fields = {"zero_mpi": "0.1.0", "ranks": 2, "clock_error_us": 1.5, "ends_in": None}
+    return {"displayTimeUnit": "ms", "otherData": fields, "traceEvents": events}
 
 
 def named(random: Random, folder: Path, raw: bytes) -> list[str]:
@@ -43,12 +41,12 @@ def named(random: Random, folder: Path, raw: bytes) -> list[str]:
     return [*COMMAND, path.name]
 
 
-def as_lines(random: Random, found: Any) -> bytes:
+def as_lines(random: Random, content: Any) -> bytes:
     """Return a timeline with an event on each line, as a run writes it, or other values as JSON."""
-    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
-        return wild.as_text(found, random)
-    head = wild.as_text({name: value for name, value in found.items() if name != "traceEvents"}, random)
-    events = b",\n".join(wild.as_text(event, random) for event in found["traceEvents"])
+    if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
+        return wild.as_text(content, random)
+    head = wild.as_text({name: value for name, value in content.items() if name != "traceEvents"}, random)
+    events = b",\n".join(wild.as_text(event, random) for event in content["traceEvents"])
     return head[:-1] + b',\n"traceEvents":[\n' + events + b"\n]}\n"
 
 

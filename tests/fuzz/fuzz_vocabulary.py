@@ -29,16 +29,16 @@ def run(folder: Path, keys: dict[str, Any], text: str) -> list[str]:
 
 
 def lengths(random: Random) -> list[int]:
-    kind, most = random.randrange(4), random.choice([100, 3000, 70_000, 1 << 20])
-    found = {
-        0: lambda: [most],
-        1: lambda: list(range(2, min(most, 3000))),
-        2: lambda: [1 << power for power in range(1, most.bit_length())],
-        3: lambda: [random.randint(2, most) for _ in range(50)],
+    kind, limit = random.randrange(4), random.choice([100, 3000, 70_000, 1 << 20])
+    sizes = {
+        0: lambda: [limit],
+        1: lambda: list(range(2, min(limit, 3000))),
+        2: lambda: [1 << power for power in range(1, limit.bit_length())],
+        3: lambda: [random.randint(2, limit) for _ in range(50)],
     }[kind]()
-    while sum(found) > MOST:
-        found.pop()
-    return found
+    while sum(sizes) > MOST:
+        sizes.pop()
+    return sizes
 
 
 def text(random: Random, letter: str) -> str:
@@ -56,10 +56,10 @@ def merges(random: Random, folder: Path) -> list[str]:
     letters, letter = byte_characters(), "a"
     sizes, halves = {1}, list[str]()
     for size in sorted(set(lengths(random))):
-        one = max(s for s in sizes if s < size) if size > 1 else 0
-        rest = size - one
+        half = max(s for s in sizes if s < size) if size > 1 else 0
+        rest = size - half
         if rest in sizes and rest:
-            halves.append(f"{letter * one} {letter * rest}")
+            halves.append(f"{letter * half} {letter * rest}")
             sizes.add(size)
     halves += [f"{letter} {letter}"] * (not halves)
     if random.random() < 0.3:
@@ -76,9 +76,9 @@ def spelt(random: Random, folder: Path) -> list[str]:
     return run(folder, keys, text(random, "a"))
 
 
-def keys_of(random: Random, more: list[str], types: tuple[int, ...] = (1,), **keys: Any) -> dict[str, Any]:
+def keys_of(random: Random, extra: list[str], types: tuple[int, ...] = (1,), **keys: Any) -> dict[str, Any]:
     tokens = [("<unk>", 2), ("<s>", 3), ("</s>", 3), *sentencepiece_files.BYTES]
-    words = dict.fromkeys([*"abestx", sentencepiece_files.SPACE, "te", "text", *more])
+    words = dict.fromkeys([*"abestx", sentencepiece_files.SPACE, "te", "text", *extra])
     tokens += [(word, random.choice(types)) for word in words]
     scores = [random.choice([0.0, -1.0, -float(place)]) for place in range(len(tokens))]
     return sentencepiece_files.keys_of(
@@ -119,12 +119,12 @@ def normalizer(random: Random, depth: int = 0) -> Any:
         return random.choice([None, [], "NFC", 3, {}, {"type": None}])
     long = random.choice(LETTERS) * random.choice([0, 1, 1, 1, 2, 15, 900, 100_000])
     pattern = {random.choice(["String", "String", "Regex"]): random.choice([*LETTERS, "", "(a+)+b"])}
-    found = {"type": random.choice(NAMES), "prepend": long, "content": long, "pattern": pattern}
-    found |= {"strip_left": random.random() < 0.5, "strip_right": random.choice([True, False, None])}
-    if found["type"] == "Sequence":
+    content = {"type": random.choice(NAMES), "prepend": long, "content": long, "pattern": pattern}
+    content |= {"strip_left": random.random() < 0.5, "strip_right": random.choice([True, False, None])}
+    if content["type"] == "Sequence":
         inner = [normalizer(random, depth + 1) for _ in range(random.choice([0, 1, 3]) if depth < 3 else 0)]
-        found["normalizers"] = inner * random.choice([1, 1, 1, 50])
-    return found
+        content["normalizers"] = inner * random.choice([1, 1, 1, 50])
+    return content
 
 
 def rules(random: Random, folder: Path) -> list[str]:
@@ -133,12 +133,12 @@ def rules(random: Random, folder: Path) -> list[str]:
     tokens = list(dict.fromkeys([*byte_characters(), "ab", *added]))
     types = [1] * 257 + [random.choice([3, 4]) for _ in tokens[257:]]
     flags = {t: [f for f in FLAGS if random.random() < 0.5] for t in added}
-    given = {
+    content = {
         "added_tokens": flags,
         "normalizer": random.choice([None, normalizer(random)]),
         "original": random.random() < 0.5,
     }
-    raw = json.dumps(given | {"ignore_merges": random.choice([None, True, 3, "x"])})
+    raw = json.dumps(content | {"ignore_merges": random.choice([None, True, 3, "x"])})
     if random.random() < 0.2:
         others = [wild.edited(random, raw.encode()).decode("utf-8", "replace"), "[1]", "{", "null"]
         raw = random.choice(others)

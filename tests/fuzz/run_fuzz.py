@@ -92,8 +92,8 @@ def problems(command: str, end: Ending) -> Iterator[str]:
     failed = end.status in FAILS.get(command, set())
     if end.status not in FINE | ALSO_FINE.get(command, set()) and not failed:
         yield f"status {end.status}"
-    ended_for_it = end.status == OUT_OF_TIME  # the kernel's CPU limit may come a second early
-    if ended_for_it or end.cpu > MOST_CPU:
+    timeout = end.status == OUT_OF_TIME  # the kernel's CPU limit may come a second early
+    if timeout or end.cpu > MOST_CPU:
         yield f"slow: {end.cpu:.1f} s of CPU time"
     if end.wall > MOST_WAIT:
         yield f"hang: {end.wall:.1f} s, {end.cpu:.1f} s of CPU time"
@@ -103,23 +103,23 @@ def problems(command: str, end: Ending) -> Iterator[str]:
         yield f"{end.said.count(chr(10))} lines instead of one"
     if (longest := max(map(len, end.said.splitlines()), default=0)) > LONGEST_LINE:
         yield f"a line of {longest} characters"
-    if found := CONTROL.search(end.said + ("" if command in FREE_OUTPUT else end.printed)):
-        yield f"control character {found[0]!r}"
+    if match := CONTROL.search(end.said + ("" if command in FREE_OUTPUT else end.printed)):
+        yield f"control character {match[0]!r}"
     if WARNING.search(end.said):
         yield "warning"
 
 
-def run_in_child(action: Callable[[], None], folder: Path, output: Path, written: int) -> Ending:
+def run_in_child(action: Callable[[], None], folder: Path, output: Path, limit: int) -> Ending:
     """Run action() in a forked process in `folder`, with its output in files at `output`.
 
-    `written`: size limit in bytes of each file that the action writes.
+    `limit`: size limit in bytes of each file that the action writes.
     """
-    before, begun = resident(), time.monotonic()
+    before, start = resident(), time.monotonic()
     pid = os.fork()
     if pid == 0:
         status = 70
         try:
-            become_child(folder, output, written)
+            become_child(folder, output, limit)
             action()
             status = 0
         except SystemExit as end:
@@ -134,16 +134,16 @@ def run_in_child(action: Callable[[], None], folder: Path, output: Path, written
                 except BaseException:
                     status = status or 1
             os._exit(status)
-    code, used = wait_for(pid, begun)
-    printed, said = (text_of(output.with_suffix(suffix)) for suffix in (".out", ".err"))
+    code, usage = wait_for(pid, start)
+    printed, errors = (text_of(output.with_suffix(suffix)) for suffix in (".out", ".err"))
     status = os.waitstatus_to_exitcode(code)
-    growth = used.ru_maxrss * 1024 - before
-    wall = time.monotonic() - begun
-    cpu = used.ru_utime + used.ru_stime
-    return Ending(status if status >= 0 else f"signal {-status}", printed, said, cpu, wall, growth)
+    growth = usage.ru_maxrss * 1024 - before
+    wall = time.monotonic() - start
+    cpu = usage.ru_utime + usage.ru_stime
+    return Ending(status if status >= 0 else f"signal {-status}", printed, errors, cpu, wall, growth)
 
 
-def become_child(folder: Path, output: Path, written: int) -> None:
+def become_child(folder: Path, output: Path, limit: int) -> None:
     """Start a session, set limits and redirect output to files."""
     os.setsid()
     os.chdir(folder)
@@ -151,14 +151,14 @@ def become_child(folder: Path, output: Path, written: int) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     bound(resource.RLIMIT_DATA, data_size() + MOST_HELD + (RESERVED if uses_intel_mpi() else 0))
-    bound(resource.RLIMIT_FSIZE, written)
+    bound(resource.RLIMIT_FSIZE, limit)
     bound(resource.RLIMIT_CORE, 0)
     bound(resource.RLIMIT_CPU, int(MOST_CPU) + 1)
 
 
-def bound(what: int, most: int) -> None:
-    _, hard = resource.getrlimit(what)
-    resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+def bound(kind: int, limit: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 @functools.cache
@@ -166,17 +166,17 @@ def uses_intel_mpi() -> bool:
     return "Intel" in library()
 
 
-def wait_for(pid: int, begun: float) -> tuple[int, resource.struct_rusage]:
+def wait_for(pid: int, start: float) -> tuple[int, resource.struct_rusage]:
     """Wait for a child and kill its session when its time is up."""
     pause = 0.0005
     while True:
-        found, code, used = os.wait4(pid, os.WNOHANG)
-        if found:
-            return code, used
-        if time.monotonic() - begun > MOST_WAIT + 1:
+        child, code, usage = os.wait4(pid, os.WNOHANG)
+        if child:
+            return code, usage
+        if time.monotonic() - start > MOST_WAIT + 1:
             os.killpg(pid, signal.SIGKILL)
-            _, code, used = os.wait4(pid, 0)
-            return code, used
+            _, code, usage = os.wait4(pid, 0)
+            return code, usage
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
 
@@ -212,23 +212,23 @@ def run_command(args: list[str]) -> None:
 
 def find_cases(only: str, folder: Path) -> dict[str, Case]:
     """Return MODULE.CASE -> function for a folder's cases, or for the named ones ("gguf", "gguf.types")."""
-    found: dict[str, Case] = {}
+    table: dict[str, Case] = {}
     sys.path.insert(0, str(folder))
-    wanted = [name for name in only.split(",") if name]
-    kinds = {name.partition(".")[0] for name in wanted}
+    names = [name for name in only.split(",") if name]
+    kinds = {name.partition(".")[0] for name in names}
     for path in sorted(folder.glob("fuzz_*.py")):
         kind = path.stem.removeprefix("fuzz_")
         if not kinds or kind in kinds:  # some modules train a run at import
             cases = importlib.import_module(path.stem).CASES
-            found |= {f"{kind}.{name}": case for name, case in cases.items()}
-    chosen = {
+            table |= {f"{kind}.{name}": case for name, case in cases.items()}
+    selected = {
         name: case
-        for name, case in found.items()
-        if not wanted or any(name == one or name.startswith(f"{one}.") for one in wanted)
+        for name, case in table.items()
+        if not names or any(name == prefix or name.startswith(f"{prefix}.") for prefix in names)
     }
-    if not chosen:
-        raise SystemExit(f"--only {only}: no such case{': ' * bool(found)}{', '.join(found)}")
-    return chosen
+    if not selected:
+        raise SystemExit(f"--only {only}: no such case{': ' * bool(table)}{', '.join(table)}")
+    return selected
 
 
 @dataclass
@@ -257,12 +257,12 @@ class Fuzz:
             self.outcomes[f"{name} {end.status}"] += 1
             self.slowest = max(self.slowest, (end.cpu, label))
             self.largest = max(self.largest, (end.growth, label))
-            wrong = list(problems(command, end))
+            faults = list(problems(command, end))
             if contents(folder / "outside") != before:
-                wrong.append("changed: files in the folder outside")
+                faults.append("changed: files in the folder outside")
             if name.endswith(f".{SOUND}") and end.status:
-                wrong.append(f"status {end.status} of a case that must succeed")
-            return self.failed(label, place, wrong, end) if wrong else []
+                faults.append(f"status {end.status} of a case that must succeed")
+            return self.failed(label, place, faults, end) if faults else []
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
@@ -276,20 +276,20 @@ class Fuzz:
         end = run_in_child(action, place / "files", place / "make", MOST_MADE)
         return json.loads((place / "args.json").read_text()) if end.status == 0 else end
 
-    def failed(self, label: str, place: Path, wrong: list[str], end: Ending) -> list[str]:
-        self.wrong.update(KIND.sub("N", one).partition(":")[0] for one in wrong)
-        kind = f"{label.split()[0]}: {KIND.sub('N', '; '.join(wrong))}"
+    def failed(self, label: str, place: Path, faults: list[str], end: Ending) -> list[str]:
+        self.wrong.update(KIND.sub("N", fault).partition(":")[0] for fault in faults)
+        kind = f"{label.split()[0]}: {KIND.sub('N', '; '.join(faults))}"
         self.failures[kind] += 1
         if self.failures[kind] > KEPT:
-            return wrong
-        kept = self.keep / f"{label.replace(' --number ', '-')}-seed-{self.seed}"
-        shutil.rmtree(kept, ignore_errors=True)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(place, kept)
-        again = f"--seed {self.seed} --only {label}"
-        print(f"FAILED {label}: {'; '.join(wrong)}\n  again: {again}\n  files: {kept}", flush=True)
+            return faults
+        target = self.keep / f"{label.replace(' --number ', '-')}-seed-{self.seed}"
+        shutil.rmtree(target, ignore_errors=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(place, target)
+        command = f"--seed {self.seed} --only {label}"
+        print(f"FAILED {label}: {'; '.join(faults)}\n  again: {command}\n  files: {target}", flush=True)
         print("".join(f"  | {line}\n" for line in end.said.splitlines()[-4:]), end="", flush=True)
-        return wrong
+        return faults
 
 
 def contents(folder: Path) -> dict[Path, bytes | str]:
@@ -318,20 +318,20 @@ def main() -> int:
     parser.add_argument("--cases", type=Path, default=HERE, help="folder with fuzz_*.py")
     options = parser.parse_args()
     prepare()
-    found = list(find_cases(options.only, options.cases.absolute()).items())
-    cases = dict(Random(options.seed).sample(found, len(found)))  # in random order, since time may run out
+    items = list(find_cases(options.only, options.cases.absolute()).items())
+    cases = dict(Random(options.seed).sample(items, len(items)))  # in random order, since time may run out
     keep = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-failures-"))
-    fuzz, begun = Fuzz(keep.absolute(), options.seed), time.monotonic()
+    fuzz, start = Fuzz(keep.absolute(), options.seed), time.monotonic()
     numbers = itertools.count() if options.rounds is None else iter(range(options.rounds))
     for number in numbers if options.number is None else [options.number]:
         for name, case in cases.items():
-            if time.monotonic() - begun > options.seconds:
+            if time.monotonic() - start > options.seconds:
                 break
             fuzz.run(name, case, number)
         else:
             continue
         break
-    report(fuzz, time.monotonic() - begun)
+    report(fuzz, time.monotonic() - start)
     if not fuzz.failures and not options.keep:
         keep.rmdir()
     return 1 if fuzz.failures else 0
@@ -345,8 +345,8 @@ def report(fuzz: Fuzz, seconds: float) -> None:
     for kind, count in fuzz.failures.most_common():
         print(f"FAILED {count} times: {kind}")
     cases, total = {outcome.split()[0] for outcome in fuzz.outcomes}, sum(fuzz.outcomes.values())
-    named = dict.fromkeys(("traceback", "hang", "slow", "memory"), 0) | fuzz.wrong
-    print(f"{len(cases)} cases: {', '.join(f'{count} {kind}' for kind, count in named.items())}; limits:")
+    counts = dict.fromkeys(("traceback", "hang", "slow", "memory"), 0) | fuzz.wrong
+    print(f"{len(cases)} cases: {', '.join(f'{count} {kind}' for kind, count in counts.items())}; limits:")
     print(f"{MOST_CPU:g} s of CPU time, {MOST_WAIT:g} s of wall-clock time, {MOST_GROWTH >> 20} MiB")
     print(f"{total} runs in {seconds:.0f} s, seed {fuzz.seed}, {sum(fuzz.failures.values())} failed")
 

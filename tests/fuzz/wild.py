@@ -31,8 +31,8 @@ def text(random: Random) -> str:
 def name(random: Random, names: Sequence[str] = ()) -> str:
     if not names or random.random() < 0.3:
         return text(random)
-    one = random.choice(names)
-    return random.choice([one, one + text(random), text(random) + one, one.upper(), one[:-1], one + ".0"])
+    key = random.choice(names)
+    return random.choice([key, key + text(random), text(random) + key, key.upper(), key[:-1], key + ".0"])
 
 
 def number(random: Random) -> int | float:
@@ -58,21 +58,21 @@ def value(random: Random, depth: int = 3) -> Any:
 
 def as_text(content: Any, random: Random | None = None) -> bytes:
     """Return JSON of a value that may hold infinities and NaN, sometimes as the literal 1e999."""
-    found = json.dumps(content, ensure_ascii=True)
+    raw = json.dumps(content, ensure_ascii=True)
     if random is not None and random.random() < 0.3:
-        found = found.replace("Infinity", "1e999")
-    return found.encode()
+        raw = raw.replace("Infinity", "1e999")
+    return raw.encode()
 
 
 def places(content: Any) -> list[tuple[Any, Any]]:
     """Return (container, key) of every value in a JSON value."""
-    found: list[tuple[Any, Any]] = []
+    keys: list[tuple[Any, Any]] = []
     pairs = content.items() if isinstance(content, dict) else enumerate(content)
     for key, inner in pairs:
-        found.append((content, key))
+        keys.append((content, key))
         if isinstance(inner, dict | list):
-            found += places(inner)
-    return found
+            keys += places(inner)
+    return keys
 
 
 def changed_json(random: Random, content: Any) -> Any:
@@ -124,11 +124,11 @@ def broken_json(random: Random, content: Any) -> bytes:
 
 def edited(random: Random, raw: bytes, most: int = 4) -> bytes:
     for _ in range(random.randint(1, most)):
-        at, size = random.randrange(len(raw) + 1), random.choice([1, 1, 4, 8, 100])
+        start, size = random.randrange(len(raw) + 1), random.choice([1, 1, 4, 8, 100])
         other = random.randrange(len(raw) + 1)
-        new = random.choice([b"", random.randbytes(size), bytes(size), b"\xff" * size, raw[other:][:size]])
-        keep = random.choice([0, len(new), size])
-        raw = raw[:at] + new + raw[at + keep :]
+        patch = random.choice([b"", random.randbytes(size), bytes(size), b"\xff" * size, raw[other:][:size]])
+        keep = random.choice([0, len(patch), size])
+        raw = raw[:start] + patch + raw[start + keep :]
     return raw
 
 

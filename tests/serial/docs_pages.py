@@ -44,15 +44,15 @@ def steps_of(page: Path) -> list[Line | Program]:
         if kind == "sh":
             steps += shell_lines(text)
         else:
-            named = NAMED.match(text)
-            steps.append(Program(named[1] if named else "", text))
+            match = NAMED.match(text)
+            steps.append(Program(match[1] if match else "", text))
     return steps
 
 
 def lines_elsewhere() -> dict[Path, list[str]]:
-    found = {}
+    lines = {}
     for path in sorted((ROOT / "examples").glob("*.py")):
-        found[path] = PROGRAM.findall(ast.get_docstring(ast.parse(path.read_text()), clean=False) or "")
+        lines[path] = PROGRAM.findall(ast.get_docstring(ast.parse(path.read_text()), clean=False) or "")
     for path in sorted((ROOT / "hostfiles").iterdir()):
-        found[path] = [one or other for one, other in OF_HOSTFILE.findall(path.read_text())]
-    return found
+        lines[path] = [line or other for line, other in OF_HOSTFILE.findall(path.read_text())]
+    return lines

@@ -49,12 +49,12 @@ def forked(command):
         except BaseException as error:
             os.write(2, repr(error).encode())
         os._exit(70)
-    said = []
+    output = []
     for reading, writing in pipes:
         os.close(writing)
         with open(reading, "rb") as file:
-            said.append(file.read().decode(errors="replace"))
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *said]
+            output.append(file.read().decode(errors="replace"))
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *output]
 
 
 def main(package, *arguments):

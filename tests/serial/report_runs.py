@@ -8,7 +8,7 @@ START = "2026-11-21T18:00:00Z"
 LATEST_JOB = 20  # step after which the job of EVENTS began
 
 
-def record(step, **more):
+def record(step, **fields):
     seconds = 0.25
     return {
         "step": step,
@@ -22,20 +22,20 @@ def record(step, **more):
         "sent_bytes": 1 << 20,
         "skipped": 0,
         "mfu": 0.4,
-        **more,
+        **fields,
     }
 
 
 def records(steps, every=10):
     for step in range(1, steps + 1):
-        now_and_then = step % every == 0
+        due = step % every == 0
         memory = [3 << 20, 5 << 20, 4 << 20] if step > LATEST_JOB else [9 << 20, 7 << 20]
-        more = {"val_loss": 1.2 + 4 * math.exp(-step / 40), "memory_bytes": memory}
-        yield record(step, **(more if now_and_then else {}))
+        fields = {"val_loss": 1.2 + 4 * math.exp(-step / 40), "memory_bytes": memory}
+        yield record(step, **(fields if due else {}))
 
 
-def event(name, step, **more):
-    return {"time": START, "event": name, "step": step, **more}
+def event(name, step, **fields):
+    return {"time": START, "event": name, "step": step, **fields}
 
 
 STARTED = event(
@@ -74,6 +74,6 @@ def as_lines(rows):
     return "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
 
 
-def status(state="done", **more):
+def status(state="done", **fields):
     common = {"reason": "", "step": 60, "steps": 60, "ranks": 2, "host": "here", "pid": 1, "version": "0.1.0"}
-    return {"state": state, **common, "started": START, "updated": START, **more}
+    return {"state": state, **common, "started": START, "updated": START, **fields}

@@ -69,43 +69,43 @@ def test_unused_rows_at_the_end_are_taken_first(tmp_path):
     size = len(keys["tokenizer.ggml.tokens"])
     keys["tokenizer.ggml.tokens"] = [*keys["tokenizer.ggml.tokens"], *(f"[PAD{size + n}]" for n in range(2))]
     keys["tokenizer.ggml.token_type"] = np.append(keys["tokenizer.ggml.token_type"], [5, 5]).astype(np.int32)
-    for count, grown in ((1, size + 2), (2, size + 2), (3, size + 3)):
+    for count, total in ((1, size + 2), (2, size + 2), (3, size + 3)):
         after, first = with_tokens(keys, NEW[:count])
-        assert (first, len(after["tokenizer.ggml.tokens"])) == (size, grown)
+        assert (first, len(after["tokenizer.ggml.tokens"])) == (size, total)
         assert after["tokenizer.ggml.tokens"][size : size + count] == NEW[:count]
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied", "gemma3", "granite"])
 def test_split_rows_compute_what_the_full_matrices_do(name):
     """Compare loss and gradients of the added rows, for ids below and above the first added id."""
-    whole = {**tiny.MODELS, **tiny.OTHERS}[name]
-    split = replace(whole, lora=LoRA(1, 1.0, ("none",), added=5))
+    full = {**tiny.MODELS, **tiny.OTHERS}[name]
+    split = replace(full, lora=LoRA(1, 1.0, ("none",), added=5))
     random = np.random.default_rng(0)
-    p = {key: random.standard_normal(param.shape) for key, param in whole.params().items()}
+    p = {key: random.standard_normal(param.shape) for key, param in full.params().items()}
     parts = {f"{key}.added": p[key][-5:] for key in ("token_embd.weight", "output.weight") if key in p}
     halves = {key: value[:-5] if f"{key}.added" in parts else value for key, value in p.items()} | parts
-    x = random.integers(0, whole.vocab_size, (2, whole.context_length))
-    x[0, :3] = whole.vocab_size - 6, whole.vocab_size - 5, whole.vocab_size - 1
-    found = []
-    for model, weights in ((whole, p), (split, halves)):
+    x = random.integers(0, full.vocab_size, (2, full.context_length))
+    x[0, :3] = full.vocab_size - 6, full.vocab_size - 5, full.vocab_size - 1
+    results = []
+    for model, weights in ((full, p), (split, halves)):
         assert {key: param.shape for key, param in model.params().items()} == {
             k: w.shape for k, w in weights.items()
         }
-        g = {key: np.zeros_like(w) for key, w in weights.items() if key in parts or model is whole}
-        y, kept, stages = x, [], model.stages()
+        g = {key: np.zeros_like(w) for key, w in weights.items() if key in parts or model is full}
+        y, activations, stages = x, [], model.stages()
         for stage in stages[:-1]:
             y, saved = stage.layer.forward(weights, y)
-            kept.append(saved)
+            activations.append(saved)
         loss, dy = tiny.cross_entropy(stages[-1].layer.forward(weights, y)[0], x, 1.0)
         dy = stages[-1].layer.backward(weights, stages[-1].layer.forward(weights, y)[1], dy, g)
-        for stage, saved in zip(reversed(stages[:-1]), reversed(kept), strict=True):
+        for stage, saved in zip(reversed(stages[:-1]), reversed(activations), strict=True):
             dy = stage.layer.backward(weights, saved, dy, g)
-        found.append(
+        results.append(
             (loss, {key: g[key] if key in g else g[key.removesuffix(".added")][-5:] for key in parts})
         )
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-12)
     for key in parts:
-        np.testing.assert_allclose(found[1][1][key], found[0][1][key], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(results[1][1][key], results[0][1][key], rtol=1e-9, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -147,10 +147,10 @@ def test_only_the_new_rows_are_trained_and_the_loss_falls(given, adapted):
     adapter = GGUFFile.open(adapted[0] / "latest" / "adapter.gguf")
     added = {name: spec.shape for name, spec in adapter.tensors.items() if name.endswith(".added")}
     assert added == {"token_embd.weight.added": (3, 48), "output.weight.added": (3, 48)}
-    begun = GrownWeights(open_weights(given[1]), NEW)
-    assert all((adapter.tensor(name) != begun.read(name).reshape(3, 48)).all(axis=1).all() for name in added)
+    base = GrownWeights(open_weights(given[1]), NEW)
+    assert all((adapter.tensor(name) != base.read(name).reshape(3, 48)).all(axis=1).all() for name in added)
     mean = open_weights(given[1]).tensor("token_embd.weight").mean(axis=0, dtype=np.float64)
-    np.testing.assert_allclose(begun.tensor("token_embd.weight")[-3:], np.tile(mean, (3, 1)), rtol=1e-6)
+    np.testing.assert_allclose(base.tensor("token_embd.weight")[-3:], np.tile(mean, (3, 1)), rtol=1e-6)
     records = [json.loads(line) for line in (adapted[0] / "metrics.jsonl").read_text().splitlines()]
     assert records[-1]["val_loss"] < records[0]["val_loss_before"] - 0.1
 
@@ -161,7 +161,7 @@ def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
     llama_cpp()
     merged = tmp_path / "merged.gguf"
     assert command(World(0, 1), [str(base), str(merged), "--merge", str(out / "latest")]) == 0
-    both = TextModel(base, GGUFFile.open(out / "latest" / "adapter.gguf"))
+    pair = TextModel(base, GGUFFile.open(out / "latest" / "adapter.gguf"))
     model, server = TextModel(merged), open_server(merged)
     tokenizer = tokenizer_from_metadata(model.file.metadata)
     ids = tokenizer.encode(TEXT, special=True).tolist()
@@ -169,7 +169,7 @@ def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
     assert tokenize(server, TEXT, parse_special=False) == tokenizer.encode(TEXT).tolist()
     assert [id for id in ids if id > 259] == [260, 261, 262]
     ids, logits = ids[:16], model.logits(ids[:16])
-    np.testing.assert_array_equal(logits, both.logits(ids))
+    np.testing.assert_array_equal(logits, pair.logits(ids))
     for count in (1, 9, 15):  # llama.cpp needs space for one more token
         expected = next_token(server, ids[:count], 263)
         np.testing.assert_allclose(log_softmax(logits)[count - 1], expected, rtol=0, atol=1e-4)
@@ -180,8 +180,8 @@ def test_the_merged_export_is_llama_cpps(given, adapted, tmp_path):
 
 @pytest.mark.parametrize("target", ["adapter.gguf", "peft"])
 def test_an_adapter_alone_is_not_exported(target, given, adapted, tmp_path):
-    asked = ["export", str(adapted[0] / "latest"), str(tmp_path / target), "--base", str(given[1])]
-    status, _, errors = run_job(1, ["-m", "zero_mpi", *asked])
+    arguments = ["export", str(adapted[0] / "latest"), str(tmp_path / target), "--base", str(given[1])]
+    status, _, errors = run_job(1, ["-m", "zero_mpi", *arguments])
     assert (status, errors.count("\n"), "--merge" in errors) == (2, 1, True)
     assert not (tmp_path / target).exists()
 

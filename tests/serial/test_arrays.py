@@ -29,22 +29,22 @@ def test_arrays_start_at_a_cache_line(make, dtype, size):
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from("tvdr"), st.integers(0, 99)), max_size=80))
 def test_what_is_referenced_keeps_its_values(actions):
-    held = []
+    arrays = []
     for number, (action, choice) in enumerate(actions):
         if action == "t":
             array = recycled((choice % 3 + 1, 5000))
             assert array.ctypes.data % ALIGNMENT == 0
             array.fill(number)
-            held.append((array, number))
-        elif held and action == "v":
-            array, value = held[choice % len(held)]
-            held.append((array[choice % array.shape[0] :][..., 1:-1], value))
-        elif held and action == "d":
-            held.pop(choice % len(held))
-        elif held:
-            array, value = held[choice % len(held)]
-            held[choice % len(held)] = (array.reshape(-1)[::3], value)
-        assert all((array == value).all() for array, value in held)
+            arrays.append((array, number))
+        elif arrays and action == "v":
+            array, value = arrays[choice % len(arrays)]
+            arrays.append((array[choice % array.shape[0] :][..., 1:-1], value))
+        elif arrays and action == "d":
+            arrays.pop(choice % len(arrays))
+        elif arrays:
+            array, value = arrays[choice % len(arrays)]
+            arrays[choice % len(arrays)] = (array.reshape(-1)[::3], value)
+        assert all((array == value).all() for array, value in arrays)
 
 
 def test_two_threads_never_get_the_same_memory():
@@ -52,14 +52,14 @@ def test_two_threads_never_get_the_same_memory():
 
     def work(mark):
         chance = random.Random(mark)
-        held = []
+        arrays = []
         for turn in range(3000):
             array = recycled((chance.choice([4096, 5000, 9000]),))
             array.fill(mark * 10_000 + turn % 7)
-            held.append((array[10:], mark * 10_000 + turn % 7))
-            if len(held) > 8:
-                kept, value = held.pop(chance.randrange(9))
-                if not (kept == value).all():
+            arrays.append((array[10:], mark * 10_000 + turn % 7))
+            if len(arrays) > 8:
+                sample, value = arrays.pop(chance.randrange(9))
+                if not (sample == value).all():
                     faults.append((mark, turn))
 
     threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]

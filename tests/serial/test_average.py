@@ -50,10 +50,10 @@ def test_it_is_the_formula_and_a_skipped_step_leaves_it(way):
             module.units[0].gradient.sum[0] = np.inf
         assert optimizer.step().skipped == (number in (0, 2))
         if number not in (0, 2):
-            now = module.state_dict()
-            expected = {n: np.float32(KEEP) * x + np.float32(1 - KEEP) * now[n] for n, x in expected.items()}
-        found = averages(optimizer)
-        assert all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+            new = module.state_dict()
+            expected = {n: np.float32(KEEP) * x + np.float32(1 - KEEP) * new[n] for n, x in expected.items()}
+        actual = averages(optimizer)
+        assert all(actual[name].tobytes() == expected[name].tobytes() for name in expected)
     plain = ShardedAdamW(make_module(**way, frozen=["blk.1*"]), **OPTIONS, ema=KEEP)
     assert plain.memory_bytes() == 3 * sum(array.nbytes for array in optimizer.averages().values())
 
@@ -74,10 +74,10 @@ def test_a_module_s_folder_gives_it_back_to_an_optimizer_that_has_one(tmp_path):
     assert load(tmp_path / "saved", other, fresh) == 3
     ours, theirs = averages(optimizer), averages(fresh)
     assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
-    without = stepped(0)
+    plain = stepped(0)
     with pytest.raises(UsageError, match="moving average"):
-        load(tmp_path / "saved", *without)
-    save(tmp_path / "plain", *without)
+        load(tmp_path / "saved", *plain)
+    save(tmp_path / "plain", *plain)
     with pytest.raises(UsageError, match="moving average"):
         load(tmp_path / "plain", other, fresh)
 
@@ -88,15 +88,15 @@ def test_the_plan_counts_its_bytes(adapters):
     frozen = ()
     if adapters:
         config, frozen = replace(config, lora=LoRA(3, 6.0)), FROZEN
-    found = {}
+    plans = {}
     for ema in (None, KEEP):
         module = tiny.make(SerialComm(), config, frozen=frozen)
         case = Case(config, frozen=frozen, ema=ema, async_save=True)
-        found[ema] = memory = plan_memory(case)
+        plans[ema] = memory = plan_memory(case)
         assert memory.moments == ShardedAdamW(module, ema=ema).memory_bytes()
-    trained = found[None].moments // 2
-    assert found[KEEP].moments == 3 * trained
-    assert found[KEEP].snapshot - found[None].snapshot == (trained if adapters else found[None].parameters)
+    trained = plans[None].moments // 2
+    assert plans[KEEP].moments == 3 * trained
+    assert plans[KEEP].snapshot - plans[None].snapshot == (trained if adapters else plans[None].parameters)
 
 
 FLAGS = [*DATA, "--tied", "--freeze", "*norm*", "--ema", "0.7", "--steps", "4"]
@@ -136,18 +136,18 @@ def test_a_resume_goes_on_with_it(alone, text, tmp_path):
     shutil.copytree(alone / "step-00000002", tmp_path / "run" / "step-00000002")
     train(3, tmp_path / "run", *SIZES, *FLAGS, *text, "--strategy", "no-shard")
     assert files(tmp_path / "run") == files(alone)
-    changed = [*FLAGS[:-4], "--ema", "0.8", "--steps", "5"]
-    assert "--ema was 0.7, now 0.8" in refused(1, tmp_path / "run", *SIZES, *changed, *text)
+    flags = [*FLAGS[:-4], "--ema", "0.8", "--steps", "5"]
+    assert "--ema was 0.7, now 0.8" in refused(1, tmp_path / "run", *SIZES, *flags, *text)
 
 
 def test_it_is_a_model_with_the_keys_of_the_other_one(alone):
     files = open_checkpoint(alone / "latest")
     assert files.average.tensors == files.model.tensors
-    own, others = (
+    actual, expected = (
         {key: value for key, value in file.metadata.items() if key not in OF_THE_VALUES}
         for file in (files.average, files.model)
     )
-    assert repr(own) == repr(others)
+    assert repr(actual) == repr(expected)
 
 
 @pytest.mark.parametrize("what", ["bit", "gone", "other"])

@@ -37,7 +37,7 @@ def reported(layers, factors, documents=None):
 
 def transformers(layers):
     """Compute `load_balancing_loss_func` of transformers 5.24, line by line in NumPy."""
-    weights, chosen = (np.concatenate(each) for each in list(zip(*map(routed, layers), strict=True))[:2])
+    weights, chosen = (np.concatenate(arrays) for arrays in list(zip(*map(routed, layers), strict=True))[:2])
     mask = np.eye(EXPERTS)[chosen]  # (R, U, N)
     return (mask.mean(axis=0) * weights.mean(axis=0)).sum() * EXPERTS
 
@@ -52,13 +52,13 @@ def test_the_loss_is_that_of_transformers_over_all_layers_and_has_its_slope():
 
     batch = reported(layers, FACTORS)
     assert balance(batch.sums) == pytest.approx(transformers(layers), rel=1e-12)
-    got = 0.0
+    product = 0.0
     for number, (logits, way) in enumerate(zip(layers, ways, strict=True)):
         dlogits = np.zeros_like(logits)
         RouterLosses(f"blk.{number}", EXPERTS).add_gradient(batch, dlogits, logits, routed(logits)[0])
-        got += np.vdot(dlogits, way)
+        product += np.vdot(dlogits, way)
     slope = (objective(layers + h * ways) - objective(layers - h * ways)) / (2 * h)
-    assert slope == pytest.approx(got, rel=1e-7)
+    assert slope == pytest.approx(product, rel=1e-7)
 
 
 def test_padding_does_not_count():
@@ -69,14 +69,14 @@ def test_padding_does_not_count():
     real = np.array([1, 1, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0], bool)
     assert documents.counted.tolist() == real.tolist()
     logits = np.random.default_rng(2).standard_normal((LAYERS, real.size, EXPERTS))
-    padded, alone = reported(logits, FACTORS, documents), reported(logits[:, real], FACTORS)
-    for name, value in alone.sums.items():
+    padded, plain = reported(logits, FACTORS, documents), reported(logits[:, real], FACTORS)
+    for name, value in plain.sums.items():
         np.testing.assert_allclose(padded.sums[name], value, rtol=1e-12)
-    found, expected = np.zeros_like(logits[0]), np.zeros_like(logits[0][real])
-    RouterLosses("blk.0", EXPERTS).add_gradient(padded, found, logits[0], routed(logits[0])[0])
-    RouterLosses("blk.0", EXPERTS).add_gradient(alone, expected, logits[0][real], routed(logits[0][real])[0])
-    np.testing.assert_allclose(found[real], expected, rtol=1e-12)
-    assert not found[~real].any()
+    actual, expected = np.zeros_like(logits[0]), np.zeros_like(logits[0][real])
+    RouterLosses("blk.0", EXPERTS).add_gradient(padded, actual, logits[0], routed(logits[0])[0])
+    RouterLosses("blk.0", EXPERTS).add_gradient(plain, expected, logits[0][real], routed(logits[0][real])[0])
+    np.testing.assert_allclose(actual[real], expected, rtol=1e-12)
+    assert not actual[~real].any()
 
 
 def test_the_mean_over_micro_batches_is_told_with_the_loads_of_experts():
@@ -85,10 +85,10 @@ def test_the_mean_over_micro_batches_is_told_with_the_loads_of_experts():
     for number in range(LAYERS):
         kinds |= RouterLosses(f"blk.{number}", EXPERTS).tallies()
     tallies = Tallies(kinds)
-    for each in layers:
-        tallies.rounds.append(reported(each, FACTORS).sums)
+    for layer in layers:
+        tallies.rounds.append(reported(layer, FACTORS).sums)
     sums = tallies.sums(SerialComm())
-    assert sums[BALANCE] == pytest.approx(np.mean([transformers(each) for each in layers]), rel=1e-12)
+    assert sums[BALANCE] == pytest.approx(np.mean([transformers(layer) for layer in layers]), rel=1e-12)
     loads = [np.diff(routed(layers[:, n].reshape(-1, EXPERTS))[2]) for n in range(LAYERS)]
     for number, load in enumerate(loads):
         assert sums[f"blk.{number}.expert_load"].tolist() == load.tolist()
@@ -120,8 +120,8 @@ def run(tmp_path_factory):
     (folder / "data.txt").write_text("the quick brown fox jumps over the lazy dog. " * 300)
 
     def job(name, steps, *flags, ranks=1):
-        given = [*FLAGS.split(), "--steps", str(steps), "--data", str(folder / "data.txt"), *flags]
-        train(ranks, folder / name, *given)
+        arguments = [*FLAGS.split(), "--steps", str(steps), "--data", str(folder / "data.txt"), *flags]
+        train(ranks, folder / name, *arguments)
         return folder / name
 
     return job
@@ -130,13 +130,13 @@ def run(tmp_path_factory):
 @needs_mpiexec
 def test_a_run_tells_its_losses_and_loads_at_any_number_of_ranks_and_goes_on(run):
     strong = ("--balance-loss", "0.5", "--z-loss", "0.01", "--seed", "1")
-    alone, together = run("alone", 12, *strong), run("together", 8, *strong, ranks=3)
+    serial, parallel = run("alone", 12, *strong), run("together", 8, *strong, ranks=3)
     run("together", 12, *strong, "--recompute", "--strategy", "no-shard", ranks=2)
-    found = fields(alone, *NAMES, "grad_norm")
-    assert found == fields(together, *NAMES, "grad_norm")
+    figures = fields(serial, *NAMES, "grad_norm")
+    assert figures == fields(parallel, *NAMES, "grad_norm")
     weak = fields(run("weak", 12, "--balance-loss", "1e-9", "--seed", "1"), "balance_loss")
-    assert float(found[-1][2]) < float(weak[-1][1]), "the loss has an effect"
-    weights = [GGUFFile.open(each / "latest" / "model.gguf") for each in (alone, together)]
+    assert float(figures[-1][2]) < float(weak[-1][1]), "the loss has an effect"
+    weights = [GGUFFile.open(folder / "latest" / "model.gguf") for folder in (serial, parallel)]
     assert np.array_equal(*(file.tensor("blk.1.ffn_gate_inp.weight") for file in weights))
 
 

@@ -70,10 +70,10 @@ def test_what_squeue_says():
 
 def test_what_qstat_says(monkeypatch):
     monkeypatch.setattr(time_limit, "process_age", lambda: 60.0)
-    used = "    resources_used.walltime = {}\n"
-    assert pbs_left(QSTAT.format(used=used.format("01:00:30"))) == 3 * 3600 - 30
+    line = "    resources_used.walltime = {}\n"
+    assert pbs_left(QSTAT.format(used=line.format("01:00:30"))) == 3 * 3600 - 30
     assert pbs_left(QSTAT.format(used="")) == 4 * 3600 - 60, "a job is as old as this process, or older"
-    assert pbs_left(QSTAT.format(used=used.format("00:00:02"))) == 4 * 3600 - 60
+    assert pbs_left(QSTAT.format(used=line.format("00:00:02"))) == 4 * 3600 - 60
     assert pbs_left(QSTAT.format(used="").replace("Resource_List.walltime", "x")) is None
     assert pbs_left("qstat: Unknown Job Id 123.server") is None
 
@@ -136,9 +136,9 @@ def test_a_limit_that_is_extended_is_learnt_and_silence_changes_nothing(programs
     answer.write_text("1:00:00\n")
     until(lambda: 3500 < limit.left() <= 3600 - NOTICE, "another limit")
     answer.write_text("slurm_load_jobs error\n")
-    asked = programs / "asked"
-    before = asked.stat().st_size
-    until(lambda: asked.stat().st_size > before + 3, "more calls of squeue")
+    calls = programs / "asked"
+    before = calls.stat().st_size
+    until(lambda: calls.stat().st_size > before + 3, "more calls of squeue")
     assert 3500 < limit.left() <= 3600 - NOTICE
     answer.write_text("UNLIMITED\n")
     until(lambda: limit.left() == math.inf, "another limit")
@@ -152,15 +152,15 @@ JOBS = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_a_run_stops_in_time_for_the_end_of_its_job(name, programs, tmp_path):
-    environ, asked, answer = JOBS[name]
-    program(programs, asked, answer)
+    environ, query, answer = JOBS[name]
+    program(programs, query, answer)
     out = tmp_path / "out"
     command = [sys.executable, "-m", "zero_mpi.train", "--out", str(out), *SMALL, "--steps", "1000000"]
     command += ["--data", *write_text(tmp_path)]
-    begun = time.monotonic()
+    start = time.monotonic()
     status, printed, errors = run_command(command, timeout=40, env={**environ, "PATH": os.environ["PATH"]})
     assert (status, errors) == (REQUEUE, ""), printed
-    assert time.monotonic() - begun < NOTICE
+    assert time.monotonic() - start < NOTICE
     assert f"stopped after step {len(fields(out))} in time for the end of {name};" in printed
     assert os.readlink(out / "latest") == f"step-{len(fields(out)):08d}"
 
@@ -171,8 +171,8 @@ def test_srun_hears_of_the_cores_of_a_task(path, cores):
     """From Slurm 22.05 on srun reads SRUN_CPUS_PER_TASK, which sbatch does not set."""
     environ = {"PATH": os.environ["PATH"], "LAUNCH": "printenv SRUN_CPUS_PER_TASK"}
     environ |= {"SLURM_CPUS_PER_TASK": cores} if cores else {}
-    done = subprocess.run(["bash", str(path)], env=environ, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [cores] * bool(cores)
+    result = subprocess.run(["bash", str(path)], env=environ, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == [cores] * bool(cores)
 
 
 @pytest.fixture
@@ -202,24 +202,24 @@ def pbs_job(programs, tmp_path) -> dict[str, str]:
 )
 def test_a_pbs_job_told_to_stop_is_followed_by_one_that_goes_on(name, number, submitted, pbs_job, tmp_path):
     flags = [*SMALL, "--data", *write_text(tmp_path), "--steps", "150"]
-    out, noted = tmp_path / "out", tmp_path / "submitted"
-    noted.touch()
+    out, log = tmp_path / "out", tmp_path / "submitted"
+    log.touch()
     # The signal comes after the ranks have started, so the script need not delay it.
-    said = {"FLAGS": " ".join(["--out", str(out), *flags]), "SETTLE": "0"}
-    environ = clean_environment() | pbs_job | said
+    variables = {"FLAGS": " ".join(["--out", str(out), *flags]), "SETTLE": "0"}
+    environ = clean_environment() | pbs_job | variables
     script = ["bash", str(EXAMPLES / "pbs" / f"{name}.pbs")]
     with running(script, tmp_path / "log", environ) as process:
         wait_for_lines(out / "metrics.jsonl", 5, process)
         process.send_signal(number)
         assert process.wait(20) == REQUEUE, (tmp_path / "log").read_text()
-    assert noted.read_text() == submitted
+    assert log.read_text() == submitted
     assert "over 2 ranks" in (tmp_path / "log").read_text()
     if not submitted:
         return
     train(1, tmp_path / "unbroken", *flags)
     status, printed, errors = run_command(script, timeout=50, env=environ)
     assert status == 0, printed + errors
-    assert noted.read_text() == submitted, "a finished run must not be submitted again"
+    assert log.read_text() == submitted, "a finished run must not be submitted again"
     assert_same_run(out, tmp_path / "unbroken")
 
 
@@ -227,8 +227,8 @@ def test_a_supervised_pbs_job_goes_on_without_a_host(pbs_job, programs, tmp_path
     """Launcher and ssh are simulated; the first start loses a host, and the second start succeeds."""
     (tmp_path / "nodes").write_text("n1\nn1\nn2\nn2\n")
     program(programs, "ssh", '[[ " $* " != *" n2 "* ]]')
-    once = f"[[ $(grep -c hostfile {tmp_path}/starts) = 2 ]]"
-    program(programs, "mpirun", f"echo $1 $3 $4 >> {tmp_path}/starts; cat $2 >> {tmp_path}/starts; {once}")
+    test = f"[[ $(grep -c hostfile {tmp_path}/starts) = 2 ]]"
+    program(programs, "mpirun", f"echo $1 $3 $4 >> {tmp_path}/starts; cat $2 >> {tmp_path}/starts; {test}")
     supervise = f"zero-mpi supervise --backoff 0 --for {pbs_job['LIBRARY']} --"
     environ = {"LAUNCH": "mpirun", "SUPERVISE": supervise, "FLAGS": f"--out {tmp_path}/out"}
     script = ["bash", str(EXAMPLES / "pbs" / "many_nodes.pbs")]
@@ -250,8 +250,8 @@ def test_a_job_that_is_told_to_stop_while_its_ranks_start_hears_it(pbs_job, prog
     started = tmp_path / "started"
     slow = f'if [[ $2 = zero_mpi.train ]]; then touch {started}; sleep 1; fi; exec {sys.executable} "$@"'
     program(programs, "python", slow)
-    late = f'if [[ $1 = -c ]] && ! mkdir {tmp_path}/first 2> /dev/null; then sleep 2; fi; exec /bin/bash "$@"'
-    program(programs, "bash", late)
+    code = f'if [[ $1 = -c ]] && ! mkdir {tmp_path}/first 2> /dev/null; then sleep 2; fi; exec /bin/bash "$@"'
+    program(programs, "bash", code)
     environ = pbs_job | {"FLAGS": " ".join(["--out", str(tmp_path / "out"), *flags])}
     script = ["bash", str(EXAMPLES / "pbs" / "one_node.pbs")]
     with running(script, tmp_path / "log", environ) as process:

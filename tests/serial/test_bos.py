@@ -49,19 +49,19 @@ def test_each_window_begins_with_it_and_every_token_is_predicted_once(context, s
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("bos")
-    for name, asks in (("asks", True), ("not", False)):
-        bpe_files.write_model(made / f"{name}.gguf", sentencepiece_files.merged(400, add_bos_token=asks))
-    (made / "text").write_text(TEXT)
-    np.save(made / "ids.npy", np.arange(100, dtype=np.uint16))
-    return made
+    root = tmp_path_factory.mktemp("bos")
+    for name, add_bos in (("asks", True), ("not", False)):
+        bpe_files.write_model(root / f"{name}.gguf", sentencepiece_files.merged(400, add_bos_token=add_bos))
+    (root / "text").write_text(TEXT)
+    np.save(root / "ids.npy", np.arange(100, dtype=np.uint16))
+    return root
 
 
 def losses(folder: Path, bos: int | None) -> np.ndarray:
     model, ids = TextModel(folder / "asks.gguf"), [*ASKS.encode(TEXT).tolist(), ASKS.eos]
     first, width = ([], CONTEXT + 1) if bos is None else ([bos], CONTEXT)
     starts = range(0, len(ids) - width + 1, CONTEXT)
-    return np.array([surprises(model, [*first, *ids[at : at + width]]).mean() for at in starts])
+    return np.array([surprises(model, [*first, *ids[start : start + width]]).mean() for start in starts])
 
 
 @needs_mpiexec
@@ -85,25 +85,25 @@ def test_an_evaluation_reads_each_window_behind_it(folder, model, asked, bos):
 
 @needs_mpiexec
 def test_token_files_are_read_as_they_are_and_models_that_differ_are_told(folder):
-    found = []
-    for asked in (ALWAYS, NEVER):
-        flags = ["asks.gguf", "--data", "ids.npy", "--context", "16", "--bos", asked, "--json", "x.json"]
+    figures = []
+    for bos in (ALWAYS, NEVER):
+        flags = ["asks.gguf", "--data", "ids.npy", "--context", "16", "--bos", bos, "--json", "x.json"]
         status, _, errors = run_job(1, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)
-        assert (status, len(errors.splitlines()), "--bos always" in errors) == (0, *[asked == ALWAYS] * 2)
-        found.append(json.loads((folder / "x.json").read_text()))
-    assert found[0] == found[1]
+        assert (status, len(errors.splitlines()), "--bos always" in errors) == (0, *[bos == ALWAYS] * 2)
+        figures.append(json.loads((folder / "x.json").read_text()))
+    assert figures[0] == figures[1]
     keys = sentencepiece_files.merged(400, add_bos_token=True)
     keys["tokenizer.ggml.scores"] = np.negative(keys["tokenizer.ggml.scores"])
     bpe_files.write_model(folder / "other.gguf", keys | {"tokenizer.ggml.bos_token_id": np.uint32(2)})
-    for asked, other, got in (
+    for bos, other, names in (
         (AUTO, "not", ["--bos always"]),
         (NEVER, "not", []),
         (AUTO, "other", ["tokenizer.ggml.scores", "tokenizer.ggml.bos_token_id"]),
     ):
-        flags = ["asks.gguf", "--data", "text", "--against", f"{other}.gguf", "--bos", asked]
+        flags = ["asks.gguf", "--data", "text", "--against", f"{other}.gguf", "--bos", bos]
         status, _, errors = run_job(1, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)
-        assert (status, len(errors.splitlines())) == (0, bool(got)), errors
-        assert all(each in errors for each in (*got, f"{other}.gguf" if got else ""))
+        assert (status, len(errors.splitlines())) == (0, bool(names)), errors
+        assert all(name in errors for name in (*names, f"{other}.gguf" if names else ""))
 
 
 def test_of_a_mixture_only_text_has_it(folder):
@@ -120,8 +120,8 @@ def test_training_begins_at_the_loss_of_an_evaluation(folder, tmp_path, packing)
     flags += ["--micro-batch", "1"]
     expected, ids = losses(folder, BOS), len(ASKS.encode(TEXT)) + 1
     if packing == "documents":
-        model, every = TextModel(folder / "asks.gguf"), [*ASKS.encode(TEXT).tolist(), ASKS.eos]
-        parts = [every[at : at + CONTEXT] for at in range(0, ids, CONTEXT)]
+        model, tokens = TextModel(folder / "asks.gguf"), [*ASKS.encode(TEXT).tolist(), ASKS.eos]
+        parts = [tokens[start : start + CONTEXT] for start in range(0, ids, CONTEXT)]
         expected = np.concatenate([surprises(model, [BOS, *part]) for part in parts])
     windows = -(-ids // CONTEXT) if packing == "documents" else ids // CONTEXT
     train(2, tmp_path / "run", *flags, "--batch-size", str(windows))

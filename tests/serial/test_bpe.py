@@ -63,10 +63,10 @@ def test_ids_are_as_wide_as_the_vocabulary_needs():
     assert SMALL.encode("hello").dtype == np.uint16
     for size, dtype in ((1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)):
         tokens = [*BYTES, "he", *(f"[PAD{i}]" for i in range(257, size))]
-        wide = BPETokenizer(bpe_files.keys_of(tokens, ["h e"]))
-        assert (wide.vocab_size, wide.encode("he").dtype) == (size, dtype)
-        assert wide.encode("he!").tolist() == [256, 33]
-        assert wide.encode("").dtype == dtype
+        tokenizer = BPETokenizer(bpe_files.keys_of(tokens, ["h e"]))
+        assert (tokenizer.vocab_size, tokenizer.encode("he").dtype) == (size, dtype)
+        assert tokenizer.encode("he!").tolist() == [256, 33]
+        assert tokenizer.encode("").dtype == dtype
 
 
 def test_every_text_comes_back(trained):
@@ -88,10 +88,10 @@ def without(tokenizer, text):
     size=st.integers(1, 9),
 )
 def test_pieces_have_the_ids_of_the_whole(trained, text, size):
-    whole = trained.encode(text).tolist()
+    expected = trained.encode(text).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bpe.gguf, "PIECE", size)
-        assert trained.encode(text).tolist() == whole
+        assert trained.encode(text).tolist() == expected
 
 
 @pytest.mark.parametrize("original", [False, True])
@@ -102,9 +102,9 @@ def test_pieces_of_each_splitting_have_the_ids_of_the_whole(pre, original, monke
     rules = {"tokenizer.huggingface.rules": json.dumps({"original": original})}
     tokenizer = BPETokenizer(bpe_files.pair_keys(pre) | rules)
     texts = ["".join(bpe_files.mixed_texts(20, seed=seed)) for seed in range(30)]
-    whole = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+    expected = [ids.tolist() for ids in tokenizer.encode_batch(texts)]
     monkeypatch.setattr(bpe.gguf, "PIECE", 3)
-    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == whole
+    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
 
 
 @pytest.mark.parametrize(
@@ -119,39 +119,39 @@ def test_of_a_long_line_little_is_encoded_at_once(text, trained, monkeypatch):
     monkeypatch.setattr(bpe, "_OVERLAP", 512)
 
     class Seen:
-        def encode(self, text, **more):
+        def encode(self, text, **options):
             sizes.append(len(text))
-            return encoder.encode(text, **more)
+            return encoder.encode(text, **options)
 
-        def encode_batch_fast(self, texts, **more):
+        def encode_batch_fast(self, texts, **options):
             sizes.append(sum(map(len, texts)))
-            return encoder.encode_batch_fast(texts, **more)
+            return encoder.encode_batch_fast(texts, **options)
 
-    (whole,) = encoder.encode_batch_fast([text], add_special_tokens=False)
+    (expected,) = encoder.encode_batch_fast([text], add_special_tokens=False)
     monkeypatch.setitem(trained.__dict__, "_encoder", Seen())
-    assert trained.encode(text).tolist() == whole.ids
+    assert trained.encode(text).tolist() == expected.ids
     assert max(sizes) == 4000
 
 
 def test_a_prompt_begins_with_bos_where_the_file_asks_for_it():
     assert SMALL.encode_prompt("hello<|im_end|>").tolist() == [259, 260]
-    asks = BPETokenizer(KEYS | {"tokenizer.ggml.add_bos_token": True})
-    assert asks.encode_prompt("hello").tolist() == [260, 259]
-    assert asks.encode("hello").tolist() == [259], "a document has no BOS"
+    with_bos = BPETokenizer(KEYS | {"tokenizer.ggml.add_bos_token": True})
+    assert with_bos.encode_prompt("hello").tolist() == [260, 259]
+    assert with_bos.encode("hello").tolist() == [259], "a document has no BOS"
     llama = KEYS | {"tokenizer.ggml.pre": "llama-bpe"}
     assert BPETokenizer(llama).encode_prompt("hello").tolist() == [260, 259], "as in llama.cpp"
-    never = BPETokenizer(llama | {"tokenizer.ggml.add_bos_token": False})
-    assert never.encode_prompt("hello").tolist() == [259]
+    without_bos = BPETokenizer(llama | {"tokenizer.ggml.add_bos_token": False})
+    assert without_bos.encode_prompt("hello").tolist() == [259]
 
 
 def test_an_empty_prompt_becomes_the_edge_of_a_document():
-    named = {"tokenizer.ggml.eos_token_id": np.uint32(256), "tokenizer.ggml.bos_token_id": np.uint32(257)}
-    assert BPETokenizer(KEYS | named).encode_prompt("").tolist() == [256]
-    assert BPETokenizer(KEYS | named | {"tokenizer.ggml.eos_token_id": None}).encode_prompt("").tolist() == [
+    ids = {"tokenizer.ggml.eos_token_id": np.uint32(256), "tokenizer.ggml.bos_token_id": np.uint32(257)}
+    assert BPETokenizer(KEYS | ids).encode_prompt("").tolist() == [256]
+    assert BPETokenizer(KEYS | ids | {"tokenizer.ggml.eos_token_id": None}).encode_prompt("").tolist() == [
         257
     ]
-    neither = dict.fromkeys(named)
-    assert BPETokenizer(KEYS | neither).encode_prompt("").tolist() == []
+    nulls = dict.fromkeys(ids)
+    assert BPETokenizer(KEYS | nulls).encode_prompt("").tolist() == []
 
 
 def test_a_token_that_ends_texts_is_a_control_token_whatever_its_type():
@@ -189,9 +189,9 @@ def test_an_empty_token_has_llama_cpps_name():
     assert tokenizer.tokens[262] == "[EMPTY_262]"
 
 
-def corpus_of(folder, tokenizer, **more):
+def corpus_of(folder, tokenizer, **changes):
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": 300, "control_tokens": "plain"}
-    return load_corpus([str(folder)], tokenizer=tokenizer, **(options | more))
+    return load_corpus([str(folder)], tokenizer=tokenizer, **(options | changes))
 
 
 @pytest.fixture

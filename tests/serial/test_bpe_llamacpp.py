@@ -47,8 +47,8 @@ def assert_same(server: Any, tokenizer: BPETokenizer, text: str) -> None:
 
 
 def held(tokenizer: BPETokenizer, text: str) -> bytes:
-    known = {byte for byte, character in enumerate(byte_characters()) if character in tokenizer.ids}
-    return bytes(byte for byte in text.encode() if byte in known)
+    alphabet = {byte for byte, character in enumerate(byte_characters()) if character in tokenizer.ids}
+    return bytes(byte for byte in text.encode() if byte in alphabet)
 
 
 # ------------------------------------------------------------------------------------------------ SmolLM2
@@ -104,17 +104,17 @@ def test_every_name_in_the_table_is_llama_cpps(pre, tmp_path):
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_bos_is_added_as_llama_cpp_does_it_where_no_key_says(pre, tmp_path):
     keys = {key: value for key, value in seams(pre).items() if "add_bos" not in key}
-    found, expected = both(tmp_path, keys, "a", add_special=True)
-    assert found == expected
+    actual, expected = both(tmp_path, keys, "a", add_special=True)
+    assert actual == expected
 
 
 # ---------------------------------------------------------------------------------------- special cases
 
 
-def both(folder: Path, keys: dict[str, Any], text: str, **more: bool) -> tuple[list[int], list[int]]:
+def both(folder: Path, keys: dict[str, Any], text: str, **flags: bool) -> tuple[list[int], list[int]]:
     server, tokenizer = open_server(write_model(folder / "model.gguf", keys)), BPETokenizer(keys)
-    ids = tokenizer.encode_prompt(text) if more else tokenizer.encode(text, special=True)
-    return ids.tolist(), tokenize(server, text, parse_special=True, **more)
+    ids = tokenizer.encode_prompt(text) if flags else tokenizer.encode(text, special=True)
+    return ids.tolist(), tokenize(server, text, parse_special=True, **flags)
 
 
 def test_tokens_in_the_text_are_cut_out_longest_first(tmp_path):
@@ -122,18 +122,18 @@ def test_tokens_in_the_text_are_cut_out_longest_first(tmp_path):
     types = [1] * 257 + [4, 4, 3, 1, 1, 1]
     ids = {"bos_token_id": np.uint32(260), "eos_token_id": np.uint32(260)}
     keys = bpe_files.keys_of(tokens, ["a a"], types=types, **ids)
-    found, expected = both(tmp_path, keys, "<a>x<b><a>c<a>c a>c aa<a>aa</s></s>")
-    assert found == expected
-    assert {256, 257, 258, 259, 262} <= set(found)
+    actual, expected = both(tmp_path, keys, "<a>x<b><a>c<a>c a>c aa<a>aa</s></s>")
+    assert actual == expected
+    assert {256, 257, 258, 259, 262} <= set(actual)
 
 
 def test_a_byte_that_is_lacking_keeps_its_neighbours_apart(tmp_path):
     """The `tokenizers` library alone would drop a byte without a token and merge its neighbours."""
     tokens = [character for byte, character in enumerate(byte_characters()) if byte != 4] + ["..", "<|end|>"]
     ids = {"bos_token_id": np.uint32(256), "eos_token_id": np.uint32(256)}
-    found, expected = both(tmp_path, bpe_files.keys_of(tokens, [". ."], **ids), "..x.\x04.")
-    assert found == expected
-    assert [tokens[i] for i in found] == ["..", "x", ".", "."]
+    actual, expected = both(tmp_path, bpe_files.keys_of(tokens, [". ."], **ids), "..x.\x04.")
+    assert actual == expected
+    assert [tokens[i] for i in actual] == ["..", "x", ".", "."]
 
 
 @pytest.mark.parametrize("text", ["aab", "aaaa", "aaab aabb", "abab"])
@@ -141,8 +141,8 @@ def test_the_first_of_equal_merges_counts(text, tmp_path):
     tokens = [*byte_characters(), "aa", "ab", "aab", "<|end|>"]
     ids = {"bos_token_id": np.uint32(259), "eos_token_id": np.uint32(259)}
     keys = bpe_files.keys_of(tokens, ["a b", "a a", "aa b", "a b"], **ids)
-    found, expected = both(tmp_path, keys, text)
-    assert found == expected
+    actual, expected = both(tmp_path, keys, text)
+    assert actual == expected
 
 
 def seams(pre: str) -> dict[str, Any]:
@@ -158,9 +158,9 @@ def seams(pre: str) -> dict[str, Any]:
 def test_a_contraction_has_an_s_of_ascii(pre, tmp_path):
     """U+017F equals s if case is ignored, and "'\u017f" would then be a word."""
     keys = seams(pre)
-    found, expected = both(tmp_path, keys, "'\u017fx")
-    assert found == expected
-    assert [keys["tokenizer.ggml.tokens"][i] for i in found] == ["'", "Å", "¿x"]
+    actual, expected = both(tmp_path, keys, "'\u017fx")
+    assert actual == expected
+    assert [keys["tokenizer.ggml.tokens"][i] for i in actual] == ["'", "Å", "¿x"]
 
 
 def test_code_points_are_letters_digits_and_spaces_as_for_llama_cpp(tmp_path):
@@ -178,6 +178,6 @@ def test_code_points_are_letters_digits_and_spaces_as_for_llama_cpp(tmp_path):
 
 def test_the_byte_tokenizers_file_is_read_as_bpe_too(tmp_path):
     keys = ByteTokenizer().metadata()
-    found, expected = both(tmp_path, keys, "naïve <|bos|>\0")
-    assert found == expected == [*"naïve ".encode(), 256, 0]
+    actual, expected = both(tmp_path, keys, "naïve <|bos|>\0")
+    assert actual == expected == [*"naïve ".encode(), 256, 0]
     assert ByteTokenizer().encode_prompt("naïve <|bos|>\0").tolist() == expected

@@ -30,9 +30,9 @@ def folder(tmp_path):
 def trained(folder, ranks=1):
     """Train one step on ids; return the keys of the checkpoint, the output and the path."""
     out, ids = folder.parent / "out", folder.parent / "ids.npy"
-    said = train(ranks, out, "--init", str(folder), "--data", str(ids), *RUN)
+    output = train(ranks, out, "--init", str(folder), "--data", str(ids), *RUN)
     model = out / "latest" / "model.gguf"
-    return GGUFFile.open(model).metadata, said, model
+    return GGUFFile.open(model).metadata, output, model
 
 
 def test_the_folders_tokenizer_is_carried_over(folder, tmp_path):
@@ -49,11 +49,11 @@ def test_the_folders_tokenizer_is_carried_over(folder, tmp_path):
 def test_a_folder_without_one_that_can_be_carried_says_so(folder, content):
     if content is not None:
         (folder / "tokenizer.json").write_text(content)
-    keys, said, _ = trained(folder)
+    keys, output, _ = trained(folder)
     assert keys["tokenizer.ggml.model"] == "none", (
         "llama.cpp requires this key to open a file without a tokenizer"
     )
-    assert "checkpoints will have no tokenizer" in said
+    assert "checkpoints will have no tokenizer" in output
 
 
 @pytest.mark.parametrize("make", [sentencepiece_files.merged, sentencepiece_files.likely])
@@ -67,9 +67,9 @@ def test_a_model_with_a_tokenizer_of_sentencepiece_learns_from_text(make, tmp_pa
         train(ranks, out, "--init", str(init), "--data", str(text), *RUN)
     models = [out / "latest" / "model.gguf" for out in outs]
     assert models[0].read_bytes() == models[1].read_bytes()
-    found = GGUFFile.open(models[0]).metadata
+    metadata = GGUFFile.open(models[0]).metadata
     for name in ("model", "tokens", "scores", "token_type"):
-        assert np.array_equal(found[f"tokenizer.ggml.{name}"], keys[f"tokenizer.ggml.{name}"])
+        assert np.array_equal(metadata[f"tokenizer.ggml.{name}"], keys[f"tokenizer.ggml.{name}"])
     command = [sys.executable, "-m", "zero_mpi", "generate", str(models[0]), "--prompt", "words and"]
     status, printed, errors = run_command([*command, "--tokens", "3"], timeout=120)
     assert (status, printed.startswith("words and")) == (0, True), errors

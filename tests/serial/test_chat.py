@@ -30,10 +30,10 @@ def model(tmp_path_factory):
 
 
 def test_a_prompt_is_answered_by_the_template_up_to_the_end(model):
-    done = command(str(model), "--chat", "--prompt", "yo", "--temperature", "0", "--json")
-    assert json.loads(done.stdout) == {"prompt": "yo", "text": "hi", "tokens": 2, "finish_reason": STOP}
-    done = command(str(model), "--chat", "--prompt", "yo", "--temperature", "0", "--tokens", "1", "--json")
-    assert json.loads(done.stdout) == {"prompt": "yo", "text": "h", "tokens": 1, "finish_reason": LENGTH}
+    result = command(str(model), "--chat", "--prompt", "yo", "--temperature", "0", "--json")
+    assert json.loads(result.stdout) == {"prompt": "yo", "text": "hi", "tokens": 2, "finish_reason": STOP}
+    result = command(str(model), "--chat", "--prompt", "yo", "--temperature", "0", "--tokens", "1", "--json")
+    assert json.loads(result.stdout) == {"prompt": "yo", "text": "h", "tokens": 1, "finish_reason": LENGTH}
 
 
 def test_the_lines_of_a_file_are_prompts_of_their_own(model, tmp_path):
@@ -87,9 +87,9 @@ def test_a_model_without_a_template_is_refused_with_the_remedy(tmp_path):
 
 def test_a_template_that_refuses_is_told_in_a_line_with_status_2(model, tmp_path):
     (tmp_path / "t.jinja").write_text("{{ raise_exception('no <system>') }}")
-    done = command(str(model), "--chat", "--chat-template", str(tmp_path / "t.jinja"), "--prompt", "x")
-    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (2, b"", 1)
-    assert b"the chat template: no <system>" in done.stderr
+    result = command(str(model), "--chat", "--chat-template", str(tmp_path / "t.jinja"), "--prompt", "x")
+    assert (result.returncode, result.stdout, result.stderr.count(b"\n")) == (2, b"", 1)
+    assert b"the chat template: no <system>" in result.stderr
 
 
 TURNS = (
@@ -114,8 +114,8 @@ def test_a_model_that_learned_from_conversations_stops_by_itself_in_llama_cpp(tm
     server, template = open_server(path), ChatTemplate(TURNS, {"eos_token": "<|endoftext|>"})
     for prompt, text in ANSWERS.items():
         ids = Chat(template, ByteTokenizer()).prompt_ids(prompt).tolist()
-        (found,) = server.handle_completions({"prompt": ids, "n_predict": 12, "temperature": 0.0})["choices"]
-        assert (found["text"], found["finish_reason"]) == (text, "stop")
-        said = command(str(path), "--chat", "--prompt", prompt, "--temperature", "0", "--json")
-        about = {"prompt": prompt, "text": text, "tokens": len(text), "finish_reason": STOP}
-        assert json.loads(said.stdout) == about
+        (choice,) = server.handle_completions({"prompt": ids, "n_predict": 12, "temperature": 0.0})["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+        result = command(str(path), "--chat", "--prompt", prompt, "--temperature", "0", "--json")
+        expected = {"prompt": prompt, "text": text, "tokens": len(text), "finish_reason": STOP}
+        assert json.loads(result.stdout) == expected

@@ -46,8 +46,8 @@ ROWS = {
 }
 
 
-def as_taken(messages, taken, content):
-    found = []
+def as_taken(messages, kind, content):
+    copies = []
     for message in messages:
         message = {key: value for key, value in message.items() if value is not None or key == "content"}
         if isinstance(message["content"], list):
@@ -55,24 +55,24 @@ def as_taken(messages, taken, content):
         if "tool_calls" in message:
             (call,) = message["tool_calls"]
             arguments = call["function"]["arguments"]
-            if taken is dict and arguments == TEXT:
+            if kind is dict and arguments == TEXT:
                 arguments = OBJECT
-            if taken is str and arguments == OBJECT:
+            if kind is str and arguments == OBJECT:
                 arguments = TEXT
             call = call | {"function": call["function"] | {"arguments": arguments}}
             message = message | {"tool_calls": [call], "content": message["content"] or content}
-        found.append(message)
-    return found
+        copies.append(message)
+    return copies
 
 
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("name", CALLING)
 def test_texts_and_marks_are_those_of_transformers(name, row, tmp_path):
-    template, taken = CALLING[name]
-    messages = as_taken(ROWS[row], taken, None if name == "deepseek" else "")
+    template, kind = CALLING[name]
+    messages = as_taken(ROWS[row], kind, None if name == "deepseek" else "")
     oracle, options = transformers_tokenizer(), {"chat_template": template, "tools": TOOLS}
     line = written(tmp_path, {"messages": ROWS[row], "tools": TOOLS})
-    found = reader(template, ALL).read([("c", line)])
+    conversation = reader(template, ALL).read([("c", line)])
     try:
         if name == "deepseek":  # apply_chat_template drops a content of None, which this template needs
             special = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -81,31 +81,31 @@ def test_texts_and_marks_are_those_of_transformers(name, row, tmp_path):
             text = oracle.apply_chat_template(messages, tokenize=False, **options)
     except (TemplateError, TypeError):
         with pytest.raises(UsageError, match="chat template"):
-            list(found)
+            list(conversation)
         return
-    (found,) = found
-    assert found.text == text
+    (conversation,) = conversation
+    assert conversation.text == text
     if "{% generation %}" in template:
         marks = oracle.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, **options
         )
-        (found,) = reader(template).read([("c", line)])
-        assert found.counted.tolist() == list(map(bool, marks["assistant_masks"]))
+        (conversation,) = reader(template).read([("c", line)])
+        assert conversation.counted.tolist() == list(map(bool, marks["assistant_masks"]))
 
 
 def rows_of_calls():
     function = {"name": "look", "arguments": TEXT}
-    asked, _, got, answer = talk(TEXT)
+    question, _, result, answer = talk(TEXT)
     call = {"role": "assistant", "content": None, "function_call": function}
     turns = [("human", "where?"), ("Function_Call", json.dumps(function))]
     turns += [("observation", "here"), ("gpt", "Here.")]
     return {
         "tool calls": talk(TEXT),
         "capitals": [message | {"role": message["role"].title()} for message in talk(TEXT)],
-        "function call": [asked, call, got, answer],
-        "result of a function": [*talk(TEXT)[:2], got | {"role": "function"}, answer],
-        "flat": [asked, {"role": "assistant", "tool_calls": [function]}, got, answer],
-        "role": [asked, {"role": "function_call", "content": json.dumps([function])}, got, answer],
+        "function call": [question, call, result, answer],
+        "result of a function": [*talk(TEXT)[:2], result | {"role": "function"}, answer],
+        "flat": [question, {"role": "assistant", "tool_calls": [function]}, result, answer],
+        "role": [question, {"role": "function_call", "content": json.dumps([function])}, result, answer],
         "sharegpt": [{"from": speaker, "value": value} for speaker, value in turns],
         "object": [{"from": s, "value": json.loads(v) if s == "Function_Call" else v} for s, v in turns],
     }
@@ -115,9 +115,9 @@ def rows_of_calls():
 def test_calls_of_all_forms_are_one_text_and_count(form, tmp_path):
     messages = rows_of_calls()[form]
     line = written(tmp_path, {"conversations" if "from" in messages[0] else "messages": messages})
-    (found,) = reader(HERMES).read([("c", line)])
+    (conversation,) = reader(HERMES).read([("c", line)])
     call = f'<tool_call>\n{{"name": "look", "arguments": {TEXT}}}\n</tool_call><|im_end|>'
-    assert [each.strip() for each in answers_in(found)] == [call, "Here.<|im_end|>"]
+    assert [answer.strip() for answer in answers_in(conversation)] == [call, "Here.<|im_end|>"]
 
 
 THINKING = HERMES.replace(
@@ -129,8 +129,8 @@ def test_a_call_counts_where_the_prompt_is_written_otherwise(tmp_path):
     """The prompt for an answer ends with `<think>`, which turns lack; comparing two texts finds the call."""
     assert THINKING != HERMES
     line = written(tmp_path, {"messages": talk(TEXT)})
-    (found,) = reader(THINKING).read([("c", line)])
-    assert f'"arguments": {TEXT}}}\n</tool_call><|im_end|>' in answers_in(found)[0]
+    (conversation,) = reader(THINKING).read([("c", line)])
+    assert f'"arguments": {TEXT}}}\n</tool_call><|im_end|>' in answers_in(conversation)[0]
 
 
 BAD = ["{no", "7", "[]", '{"arguments": {}}', '[{"name": "a"}, 1]', '{"name": 1}', "[" * 9999, None, 5]

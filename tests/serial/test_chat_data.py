@@ -33,18 +33,18 @@ def write_lines(path, *values):
 
 
 def corpus(path, template=CHATML, **options):
-    given = {"val_fraction": 0.0, "context": 8, "seed": 0, "vocab_size": 400} | options
-    return load_corpus([path], tokenizer=chat_tokenizer(template), **given)
+    settings = {"val_fraction": 0.0, "context": 8, "seed": 0, "vocab_size": 400} | options
+    return load_corpus([path], tokenizer=chat_tokenizer(template), **settings)
 
 
 def test_each_conversation_is_a_document_and_what_has_no_answer_is_left_out(tmp_path):
     path = write_lines(tmp_path / "chat.jsonl", {"messages": TALK}, ASKED, SAME, ASKED)
-    found = corpus(path)
-    assert found.documents == 2
-    assert [note[-3:] for note in found.notes[2:]] == [": 2"]
+    full = corpus(path)
+    assert full.documents == 2
+    assert [note[-3:] for note in full.notes[2:]] == [": 2"]
     assert corpus(path, loss_on="all").documents == 4
-    held = corpus(path, val_fraction=0.5)
-    assert (held.documents, held.val_documents) == (2, 1), "full conversations are held out"
+    split = corpus(path, val_fraction=0.5)
+    assert (split.documents, split.val_documents) == (2, 1), "full conversations are held out"
 
 
 def test_the_digest_is_of_the_text_and_of_what_counts(tmp_path):
@@ -131,12 +131,12 @@ def test_evaluation_counts_answers_alone(ranks, context, folder):
     """Each conversation is one window; bits are divided by the bytes of the answers."""
     model = replace(LLAMA, context_length=200, value_length=4)
     write_model(folder / "m.gguf", model, ByteTokenizer(CHATML).metadata())
-    reads = ConversationReader(ByteTokenizer(CHATML))
+    reader = ConversationReader(ByteTokenizer(CHATML))
     nats, nbytes = 0.0, 0
-    for each in reads.read([("x", folder / "chat.jsonl")]):
-        losses = surprises(TextModel(folder / "m.gguf"), each.ids.tolist())[:context]
-        counted = each.counted[1 : context + 1]
-        nats, nbytes = nats + losses[counted].sum(), nbytes + int(counted.sum())  # a token is a byte
+    for conversation in reader.read([("x", folder / "chat.jsonl")]):
+        losses = surprises(TextModel(folder / "m.gguf"), conversation.ids.tolist())[:context]
+        mask = conversation.counted[1 : context + 1]
+        nats, nbytes = nats + losses[mask].sum(), nbytes + int(mask.sum())  # a token is a byte
     command = ["m.gguf", "--data", "chat.jsonl", "--context", str(context), "--json", "f.json"]
     status, printed, errors = run_job(ranks, ["-m", "zero_mpi", "evaluate", *command], cwd=folder, timeout=50)
     assert status == 0, errors

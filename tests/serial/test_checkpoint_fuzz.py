@@ -78,7 +78,7 @@ class Bench:
         return True
 
     def run(self, pair: Pair) -> bool:
-        begun = time.process_time()
+        start = time.process_time()
         tracemalloc.start()
         try:
             loaded = self.load(pair)
@@ -86,7 +86,7 @@ class Bench:
         finally:
             tracemalloc.stop()
         assert peak < 8 * sum(map(len, pair.values())) + ROOM
-        assert time.process_time() - begun < MOST_SECONDS
+        assert time.process_time() - start < MOST_SECONDS
         return loaded
 
 
@@ -97,12 +97,12 @@ def bench(tmp_path_factory) -> Bench:
 
 def test_a_digest_is_the_sha256_of_the_xxh3_of_4096_bytes():
     raw = np.random.default_rng(0).bytes(10000)
-    parts = [xxhash.xxh3_128(raw[at : at + 4096]).digest() for at in (0, 4096, 8192)]
+    parts = [xxhash.xxh3_128(raw[start : start + 4096]).digest() for start in (0, 4096, 8192)]
     assert digest(raw) == hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def flip(content: bytes, at: int, bits: int) -> bytes:
-    return content[:at] + bytes([content[at] ^ bits]) + content[at + 1 :]
+def flip(content: bytes, place: int, bits: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ bits]) + content[place + 1 :]
 
 
 @pytest.mark.timeout_seconds(180)
@@ -111,7 +111,7 @@ def test_any_flipped_bit_is_refused_or_changes_nothing(name, bench, quick):
     """Flip a bit in every third (quick: eleventh) byte of the index, and bits of tensors."""
     content, index = bench.pair[name], bench.index[name]
     places = [*range(0, index, 11 if quick else 3), *range(index, len(content), 37)]
-    loaded = [at for at in places if bench.load(bench.pair | {name: flip(content, at, 1 << at // 3 % 8)})]
+    loaded = [i for i in places if bench.load(bench.pair | {name: flip(content, i, 1 << i // 3 % 8)})]
     assert len(loaded) < 0.5 * len(places), "too many flipped bits had no effect"
     padding = set(places) - tensor_bytes(bench, name)
     assert set(loaded) <= padding, "a bit of a tensor's data was accepted"
@@ -119,7 +119,7 @@ def test_any_flipped_bit_is_refused_or_changes_nothing(name, bench, quick):
 
 def tensor_bytes(bench: Bench, name: str) -> set[int]:
     tensors = bench.file(bench.folder / "whole" / "latest", name).tensors.values()
-    return {at for info in tensors for at in range(info.offset, info.offset + info.nbytes)}
+    return {place for info in tensors for place in range(info.offset, info.offset + info.nbytes)}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -137,6 +137,6 @@ def test_halves_of_two_checkpoints_are_refused(name, bench):
     assert bench.run(bench.pair), "the undamaged pair loads"
     assert not bench.run(bench.pair | {name: bench.other[name]})
     ident = re.compile(rb"training\.checkpoint_id.{12}([0-9a-f]{32})", re.DOTALL)
-    (own,), (its,) = (ident.findall(pair[name]) for pair in (bench.pair, bench.other))
-    forged = bench.other[name].replace(its, own)  # the other checkpoint's file, with this checkpoint's id
+    (new,), (old,) = (ident.findall(pair[name]) for pair in (bench.pair, bench.other))
+    forged = bench.other[name].replace(old, new)  # the other checkpoint's file, with this checkpoint's id
     assert not bench.run(bench.pair | {name: forged})

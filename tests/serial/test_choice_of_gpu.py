@@ -59,9 +59,9 @@ CASES += [(FIRST, "2", "auto", [[0, False]]), (FIRST, "1", "cpu", []), (FIRST, "
 def test_a_gpu_is_claimed_before_mpi_starts(env, name, told, flag, expected):
     flags = ["--device", flag]
     command = [sys.executable, "-c", CLAIM, *flags]
-    status, said, errors = run_command(command, env=env | {name: told}, timeout=30)
+    status, output, errors = run_command(command, env=env | {name: told}, timeout=30)
     assert (status, errors) == (0, "")
-    assert json.loads(said) == expected
+    assert json.loads(output) == expected
 
 
 @needs_mpiexec
@@ -80,11 +80,11 @@ def test_ranks_of_a_node_take_their_gpus(env, launcher, tmp_path):
     flags += ["--device", "cuda", "--steps", steps, "--out", str(tmp_path / "run")]
     flags += ["--eval-every", "0", "--sample", "0", "--transport", "staged"]
     env = env | COMPILED | {"TOLD": str(tmp_path)}
-    status, said, errors = run_job(3, ["-c", code, *flags], env=env, timeout=100)
-    assert status == 0, said + errors
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
-    assert {got for got, *_ in found} == {0, 1, 2}  # Open MPI may number the ranks of a node in another order
-    for got, used, loaded in found:
+    status, output, errors = run_job(3, ["-c", code, *flags], env=env, timeout=100)
+    assert status == 0, output + errors
+    rows = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert {got for got, *_ in rows} == {0, 1, 2}  # Open MPI may number the ranks of a node in another order
+    for got, devices, loaded in rows:
         assert not loaded, "CPU kernels must not be loaded"
-        assert {number for number, _ in used} == {got % 2}
-        assert used[0][1] == (launcher == "does not tell")
+        assert {number for number, _ in devices} == {got % 2}
+        assert devices[0][1] == (launcher == "does not tell")

@@ -29,30 +29,30 @@ def python(*arguments, **rest):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_has_help_that_fits_a_version_and_names_unknown_flags(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(WIDTH))
-    made = completion.parser_of(name)
-    lines = made.format_help().splitlines()
+    argparser = completion.parser_of(name)
+    lines = argparser.format_help().splitlines()
     assert [line for line in lines if len(line) > WIDTH] == []
-    assert [action.dest for action in made._actions if not action.help] == []
+    assert [action.dest for action in argparser._actions if not action.help] == []
     assert ("zero_mpi.train" if name == "train" else f"zero-mpi {name}") in lines[0]
-    texts = [" ".join(parser.Help("")._expand_help(action).split()) for action in made._actions]
+    texts = [" ".join(parser.Help("")._expand_help(action).split()) for action in argparser._actions]
     buffer = 3 * (WIDTH - 2 - parser.COLUMN)  # number of characters in three lines of help
     assert [text for text in texts if len(re.sub(r" \[.*\]", "", text)) > buffer] == []
     with pytest.raises(SystemExit) as end:
-        made.parse_args(["--version"])
+        argparser.parse_args(["--version"])
     assert not end.value.code
     first, libraries = capsys.readouterr().out.splitlines()
     assert first == f"zero_mpi {__version__}"
     assert "NumPy " in libraries
     with pytest.raises(UsageError, match=r"--versoin; did you mean --version\?$"):
-        made.parse_args(["--versoin"])
+        argparser.parse_args(["--versoin"])
 
 
 def test_help_of_train_shows_the_first_flags_on_two_screens(monkeypatch):
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     lines = make_parser(every=False).format_help().splitlines()
     assert len(lines) <= 80
-    shown = {line.split()[0] for line in lines if line.startswith("  --")}
-    assert shown == {"--version", EVERY, "--config", *map(spelled, FIRST)}
+    flags = {line.split()[0] for line in lines if line.startswith("  --")}
+    assert flags == {"--version", EVERY, "--config", *map(spelled, FIRST)}
 
 
 @needs_mpiexec

@@ -85,9 +85,9 @@ def test_what_is_for_text_does_nothing_for_tokens(flags):
 
 
 def test_beside_a_tokenizer_token_files_make_text_and_spell_nothing():
-    given = [flag for flags in IDLE_WITH_TOKENS for flag in flags.split()]
-    found = [*without_effect(parse(given), DataKind(is_text=True, are_ids=True))]
-    assert [line.partition(" has ")[0] for line in found] == ["--bos always", "--control-tokens parse"]
+    arguments = [flag for flags in IDLE_WITH_TOKENS for flag in flags.split()]
+    cautions = [*without_effect(parse(arguments), DataKind(is_text=True, are_ids=True))]
+    assert [line.partition(" has ")[0] for line in cautions] == ["--bos always", "--control-tokens parse"]
 
 
 @pytest.mark.parametrize("flags", ["", "--val-fraction 0", "--strategy no-shard", "--sample 0"])

@@ -90,10 +90,10 @@ train_compiled = functools.partial(train, operations=COMPILED)  # as users run i
 
 
 def fields(out: Path, *names: str) -> list[tuple[str, ...]]:
-    wanted = names or ("loss", "grad_norm")
+    keys = names or ("loss", "grad_norm")
     lines = (out / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line, parse_float=str, parse_int=str) for line in lines]
-    return [tuple(record[name] for name in ("step", *wanted)) for record in records]
+    return [tuple(record[name] for name in ("step", *keys)) for record in records]
 
 
 def files(out: Path) -> dict[str, bytes]:
@@ -102,8 +102,8 @@ def files(out: Path) -> dict[str, bytes]:
 
 def assert_same_run(out: Path, reference: Path) -> None:
     assert fields(out) == fields(reference)
-    found, expected = files(out), files(reference)
-    assert [name for name in expected if found[name] != expected[name]] == []
+    actual, expected = files(out), files(reference)
+    assert [name for name in expected if actual[name] != expected[name]] == []
 
 
 def tensors(path: Path) -> dict[str, np.ndarray]:
@@ -121,16 +121,16 @@ def text(tmp_path_factory) -> list[str]:
 @pytest.fixture(scope="module")
 def reference(text, tmp_path_factory) -> Reference:
     """Return a function of (model, batch) that returns the one-rank run and its flags."""
-    made: dict[tuple[str, str], Path] = {}
+    folders: dict[tuple[str, str], Path] = {}
 
     def find(model: str, batch: str) -> tuple[Path, list[str]]:
         size, micro = batch.split("/")
         flags = ["--data", *text, *SIZES, *SETTINGS, *MODELS[model]]
         flags += ["--batch-size", size, "--micro-batch", micro]
-        if (model, batch) not in made:
-            made[model, batch] = tmp_path_factory.mktemp("one-rank") / "out"
-            train_compiled(1, made[model, batch], *flags)
-        return made[model, batch], flags
+        if (model, batch) not in folders:
+            folders[model, batch] = tmp_path_factory.mktemp("one-rank") / "out"
+            train_compiled(1, folders[model, batch], *flags)
+        return folders[model, batch], flags
 
     return find
 

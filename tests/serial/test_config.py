@@ -99,10 +99,10 @@ def test_settings_go_through_the_file_and_back(values, tmp_path):
 def test_a_flag_sets_its_setting_and_wins_over_the_file(name, tmp_path):
     """A flag overrides the file even if its value is the default."""
     value = other_value(name)
-    needed = {each: other_value(each) for each in NEEDS.get(name, [])}
-    given = [flag for each in (name, *needed) for flag in as_flags(each, other_value(each))]
-    assert getattr(parse(given), name) == value
-    text = write_toml(Config(**{name: value}, **needed))
+    others = {key: other_value(key) for key in NEEDS.get(name, [])}
+    flags = [flag for key in (name, *others) for flag in as_flags(key, other_value(key))]
+    assert getattr(parse(flags), name) == value
+    text = write_toml(Config(**{name: value}, **others))
     assert getattr(from_file(tmp_path, text), name) == value
     default = getattr(Config(), name)
     if default not in (None, []):
@@ -161,7 +161,7 @@ def test_threads():
 
 
 def test_every_path_is_recorded_from_the_root():
-    named = {"init": "base.gguf", "lora_init": "adapter.gguf", "data": ["text"], "trace": "run.json"}
-    kept = recorded(Config(**named, lora=2))
+    settings = {"init": "base.gguf", "lora_init": "adapter.gguf", "data": ["text"], "trace": "run.json"}
+    config = recorded(Config(**settings, lora=2))
     paths = ["base.gguf", "adapter.gguf", "text", "run.json"]
-    assert [kept.init, kept.lora_init, *kept.data, kept.trace] == [*map(os.path.abspath, paths)]
+    assert [config.init, config.lora_init, *config.data, config.trace] == [*map(os.path.abspath, paths)]

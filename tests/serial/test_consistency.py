@@ -43,43 +43,43 @@ def refused(usual, odd, cwd):
 
 def test_every_flag_and_what_else_decides_counts(monkeypatch):
     monkeypatch.setenv("ZERO_MPI_RANKS_PER_NODE", "2")
-    found = same_bits.settings(zero_mpi.config.settings.Config(seed=5))
-    assert found["--seed"] == "5"
-    assert found["ZERO_MPI_RANKS_PER_NODE"] == "2"
-    assert len([name for name in found if name.startswith("--")]) == len(zero_mpi.config.settings.FIELDS)
+    settings = same_bits.settings(zero_mpi.config.settings.Config(seed=5))
+    assert settings["--seed"] == "5"
+    assert settings["ZERO_MPI_RANKS_PER_NODE"] == "2"
+    assert len([name for name in settings if name.startswith("--")]) == len(zero_mpi.config.settings.FIELDS)
 
 
 @pytest.mark.parametrize(("rank", "expected"), [("0", UsageError), ("2", SystemExit)])
 def test_ranks_that_do_not_find_each_other_are_refused_once(rank, expected):
     """Under the launcher of another MPI, the first rank reports the error and all others exit silently."""
     environ = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": rank}
-    with pytest.raises(expected) as found:
+    with pytest.raises(expected) as caught:
         consistency.check_not_alone(World(0, 1), environ)
-    assert expected is SystemExit or "started 4 ranks, but each of them is alone" in str(found.value)
+    assert expected is SystemExit or "started 4 ranks, but each of them is alone" in str(caught.value)
 
 
 @needs_mpiexec
 def test_another_flag_on_one_rank_is_refused(flags, tmp_path):
-    said = refused([*RUN, *flags], [*RUN, *flags, "--lr", "0.5"], tmp_path)
+    errors = refused([*RUN, *flags], [*RUN, *flags, "--lr", "0.5"], tmp_path)
     host = platform.node()
-    assert f"rank 1 on {host} has --lr 0.5, ranks 0, 2 (on {host}) 0.004; start all ranks with" in said
+    assert f"rank 1 on {host} has --lr 0.5, ranks 0, 2 (on {host}) 0.004; start all ranks with" in errors
 
 
 @needs_mpiexec
 def test_another_variable_on_one_rank_is_refused(flags, tmp_path):
-    said = refused(["env", "ZERO_MPI_OPS=auto", *RUN, *flags], [*RUN, *flags], tmp_path)
-    assert "has operations numpy, ranks 0, 2" in said
-    assert "use the same environment" in said
+    errors = refused(["env", "ZERO_MPI_OPS=auto", *RUN, *flags], [*RUN, *flags], tmp_path)
+    assert "has operations numpy, ranks 0, 2" in errors
+    assert "use the same environment" in errors
 
 
 @needs_mpiexec
 def test_another_package_on_one_rank_is_refused(flags, tmp_path):
-    ignored = shutil.ignore_patterns("*.pyc", "__pycache__")
-    copy = shutil.copytree(PACKAGE, tmp_path / "other/zero_mpi", ignore=ignored)
+    ignore = shutil.ignore_patterns("*.pyc", "__pycache__")
+    copy = shutil.copytree(PACKAGE, tmp_path / "other/zero_mpi", ignore=ignore)
     path = copy / "optim/optimizer.py"
     path.write_text(path.read_text() + "# another line\n")
-    said = refused([*RUN, *flags], ["env", f"PYTHONPATH={copy.parent}", *RUN, *flags], tmp_path)
-    assert f"rank 1 on {platform.node()} has zero_mpi's source" in said
+    errors = refused([*RUN, *flags], ["env", f"PYTHONPATH={copy.parent}", *RUN, *flags], tmp_path)
+    assert f"rank 1 on {platform.node()} has zero_mpi's source" in errors
 
 
 @needs_mpiexec
@@ -99,5 +99,5 @@ def test_another_model_file_on_one_rank_is_refused(flags, tmp_path):
         "train_command.main()\n"
     )
     init = [*flags[len(SIZES) :], "--init", str(path)]
-    said = refused([*RUN, *init], [sys.executable, str(script), *init], tmp_path)
-    assert f"has the model file of --init {path}" in said
+    errors = refused([*RUN, *init], [sys.executable, str(script), *init], tmp_path)
+    assert f"has the model file of --init {path}" in errors

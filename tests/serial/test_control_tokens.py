@@ -41,11 +41,11 @@ def case(request):
     return tokenizer, CHAT, {"<|im_start|>": 2, "<|begin|>": 1, "<|endoftext|>": 1}
 
 
-def corpus(tmp_path, tokenizer, text, **more):
+def corpus(tmp_path, tokenizer, text, **settings):
     path = tmp_path / "chat"
     path.write_text(text, newline="")
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": tokenizer.vocab_size}
-    return load_corpus([str(path)], tokenizer=tokenizer, **options, **more)
+    return load_corpus([str(path)], tokenizer=tokenizer, **options, **settings)
 
 
 def control_ids(tokenizer):
@@ -64,20 +64,20 @@ def test_plain_and_nothing_said_read_letters(asked, case, tmp_path):
 
 
 def test_parse_reads_each_spelling_as_one_id_as_a_prompt_does(case, tmp_path):
-    tokenizer, text, spelt = case
+    tokenizer, text, counts = case
     ids = corpus(tmp_path, tokenizer, text, control_tokens=PARSE).train.ids
     assert ids.tolist() == [*tokenizer.encode_prompt(text), tokenizer.eos]
     tokens = tokenizer.metadata()["tokenizer.ggml.tokens"]
-    found = [tokens[i] for i in ids[:-1] if i in control_ids(tokenizer)]
-    assert {token: found.count(token) for token in found} == spelt
+    controls = [tokens[i] for i in ids[:-1] if i in control_ids(tokenizer)]
+    assert {token: controls.count(token) for token in controls} == counts
     assert ids.dtype == corpus(tmp_path, tokenizer, text, control_tokens=PLAIN).train.ids.dtype
 
 
 def test_token_files_spell_nothing(tmp_path):
     np.save(tmp_path / "ids.npy", np.arange(90, dtype=np.uint16))
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": 260, "tokenizer": None}
-    both = [load_corpus([str(tmp_path / "ids.npy")], control_tokens=asked, **options) for asked in READINGS]
-    assert both[0].sha256 == both[1].sha256
+    pair = [load_corpus([str(tmp_path / "ids.npy")], control_tokens=mode, **options) for mode in READINGS]
+    assert pair[0].sha256 == pair[1].sha256
     model = plan_flags.find_model(Config())
     settings = describe(Config(control_tokens=PARSE), model, None, None).settings
     assert settings["control_tokens"] == PLAIN
@@ -123,13 +123,13 @@ def test_a_run_warns_in_one_line_if_nobody_said_it(folder):
 
 @needs_mpiexec
 def test_three_ranks_parse_as_one_does_and_a_resume_must_too(folder):
-    given = [*FLAGS, "--control-tokens", PARSE]
+    flags = [*FLAGS, "--control-tokens", PARSE]
     for ranks in (1, 3):
-        assert not warnings(train(ranks, folder / str(ranks), *given))
+        assert not warnings(train(ranks, folder / str(ranks), *flags))
     assert_same_run(folder / "1", folder / "3")
     assert tomllib.loads((folder / "1" / "config.toml").read_text())["control_tokens"] == PARSE
     for other in ([], ["--control-tokens", PLAIN]):
         line = refused(3, folder / "3", *FLAGS, *other, "--steps", "3")
         assert "is a checkpoint of another run: --control-tokens was parse, now plain" in line
-    train(3, folder / "3", *given, "--steps", "3")
+    train(3, folder / "3", *flags, "--steps", "3")
     assert len(fields(folder / "3")) == 3

@@ -40,13 +40,13 @@ def table(rows):
     return pa.table({key: [row.get(key) for row in rows] for key in keys} | {"extra": [b"\xff"] * len(rows)})
 
 
-def arrow(rows, make="new_stream", **more):
+def arrow(rows, make="new_stream", **columns):
     pa = pytest.importorskip("pyarrow")
-    given, sink = table(rows), pa.BufferOutputStream()
-    for name, column in more.items():
-        given = given.append_column(name, [column])
-    with getattr(pa.ipc, make)(sink, given.schema) as writer:
-        writer.write_table(given, max_chunksize=2)
+    content, sink = table(rows), pa.BufferOutputStream()
+    for name, column in columns.items():
+        content = content.append_column(name, [column])
+    with getattr(pa.ipc, make)(sink, content.schema) as writer:
+        writer.write_table(content, max_chunksize=2)
     return sink.getvalue().to_pybytes()
 
 
@@ -91,8 +91,8 @@ def test_tables_and_packed_files_of_conversations(name, rows, tmp_path):
     path = tmp_path / name
     path.write_bytes(SPELLED[name](rows))
     assert are_conversations([(name, path)])
-    found = list(read_conversations("x", path, lambda one: one))
-    assert found == [one_conversation(f"x:{n}", row) for n, row in enumerate(rows, 1)]
+    conversations = list(read_conversations("x", path, lambda conversation: conversation))
+    assert conversations == [one_conversation(f"x:{n}", row) for n, row in enumerate(rows, 1)]
 
 
 @pytest.mark.parametrize("name", MADE)
@@ -152,9 +152,9 @@ def test_packed_lines_and_tables_are_read_in_pieces(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "x" * 20_000}, AB[1]]}] * 1000  # 20 MB
     for name in ("t.jsonl.gz", "t.parquet", "t.arrow"):
         (tmp_path / name).write_bytes(MADE[name](rows))
-        list(read_conversations("x", tmp_path / name, lambda one: None))  # loads modules
+        list(read_conversations("x", tmp_path / name, lambda conversation: None))  # loads modules
         tracemalloc.start()
-        assert sum(1 for _ in read_conversations("x", tmp_path / name, lambda one: None)) == 1000
+        assert sum(1 for _ in read_conversations("x", tmp_path / name, lambda conversation: None)) == 1000
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 8 << 20
@@ -162,10 +162,10 @@ def test_packed_lines_and_tables_are_read_in_pieces(tmp_path):
 
 def facts_of(tmp_path, template, *rows, loss_on="answers"):
     totals = Totals()
-    for found in ConversationReader(chat_tokenizer(template), loss_on).read(
+    for conversation in ConversationReader(chat_tokenizer(template), loss_on).read(
         [("x", written(tmp_path, *rows))]
     ):
-        totals.add(found.name, found.facts)
+        totals.add(conversation.name, conversation.facts)
     return totals
 
 
@@ -209,8 +209,8 @@ def test_bad_rows_are_left_out_and_counted_by_reason(name, tmp_path):
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
     bad = BadRows()
     read = ConversationReader(chat_tokenizer(CHATML)).read
-    found = [each.name for each in read([(name, tmp_path / name)], bad)]
-    assert found == [f"{name}:1", f"{name}:{len(lines)}"]
+    names = [conversation.name for conversation in read([(name, tmp_path / name)], bad)]
+    assert names == [f"{name}:1", f"{name}:{len(lines)}"]
     (note,) = bad.notes()
     assert "ValueError" not in note
     assert sorted(bad.counts.values()) == [1, 1, 1] + [2] * (len(rows) == 5)
@@ -223,7 +223,7 @@ def test_bad_rows_are_left_out_and_counted_by_reason(name, tmp_path):
 def test_questions_may_be_packed(name, pack, tmp_path):
     question = {"question": "a", "answers": ["b", "c"], "right": 0}
     (tmp_path / name).write_bytes(pack(json.dumps(question).encode()))
-    assert [each.right for each in read_choices(tmp_path / name)] == [0]
+    assert [choice.right for choice in read_choices(tmp_path / name)] == [0]
 
 
 def test_a_packed_text_has_a_bound_by_the_size_of_its_file(tmp_path):

@@ -98,7 +98,7 @@ def read(folder, name, *values, loss_on=ANSWERS):
 def test_a_text_is_that_of_transformers(name, prompt, oracle):
     """Compare the text or the error of each template and conversation."""
     template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
-    taken = 0
+    count = 0
     for messages in TALKS.values():
         try:
             expected = oracle(messages, TEMPLATES[name], add_generation_prompt=prompt, tokenize=False)
@@ -107,8 +107,8 @@ def test_a_text_is_that_of_transformers(name, prompt, oracle):
                 template.render(messages, prompt)
         else:
             assert template.render(messages, prompt).text == expected
-            taken += 1
-    assert taken >= 5
+            count += 1
+    assert count >= 5
 
 
 @settings(deadline=None)
@@ -116,14 +116,14 @@ def test_a_text_is_that_of_transformers(name, prompt, oracle):
 def test_ids_are_those_of_the_whole_text(contents):
     """For any contents, the ids are those of the full text, and all characters of the answers count."""
     for name in ("chatml", "plain", "llama 2"):
-        each = reader(name).render(Conversation("x:1", tuple(said(*contents))))
+        rendered = reader(name).render(Conversation("x:1", tuple(said(*contents))))
         tokenizer = chat_tokenizer()
-        found = reader(name)._marked(each, *tokenizer.encode_with_lengths([each.text])[0])
-        assert found.ids.tolist() == tokenizer.encode(each.text, special=True).tolist()
-        covered = np.repeat(found.counted, found.lengths)
-        assert len(covered) == len(each.text.encode())
-        for start, stop in each.spans:
-            assert covered[len(each.text[:start].encode()) : len(each.text[:stop].encode())].all()
+        tokenized = reader(name)._marked(rendered, *tokenizer.encode_with_lengths([rendered.text])[0])
+        assert tokenized.ids.tolist() == tokenizer.encode(rendered.text, special=True).tolist()
+        mask = np.repeat(tokenized.counted, tokenized.lengths)
+        assert len(mask) == len(rendered.text.encode())
+        for start, stop in rendered.spans:
+            assert mask[len(rendered.text[:start].encode()) : len(rendered.text[:stop].encode())].all()
 
 
 # --------------------------------------------------------------------------------------- counted tokens
@@ -144,20 +144,20 @@ ANSWER_TEXTS = {  # counted texts of TALK without its system message, by templat
 }
 
 
-def answers_in(found):
-    edges = np.flatnonzero(np.diff(np.concatenate(([0], found.counted.view(np.int8), [0]))))
-    ends, raw = np.concatenate(([0], np.cumsum(found.lengths))), found.text.encode()
+def answers_in(conversation):
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], conversation.counted.view(np.int8), [0]))))
+    ends, raw = np.concatenate(([0], np.cumsum(conversation.lengths))), conversation.text.encode()
     return [raw[ends[a] : ends[b]].decode() for a, b in edges.reshape(-1, 2)]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_are_those_of_transformers_and_answers_count_with_their_end_of_turn(name, tmp_path, oracle):
-    (found,) = read(tmp_path, name, {"messages": TALK[1:]})
-    assert found.ids.tolist() == oracle(TALK[1:], TEMPLATES[name], return_dict=True)["input_ids"]
-    assert answers_in(found) == ANSWER_TEXTS[name]
-    (whole,) = read(tmp_path, name, {"messages": TALK[1:]}, loss_on=ALL)
-    assert whole.counted.all()
-    assert whole.ids.tolist() == found.ids.tolist()
+    (conversation,) = read(tmp_path, name, {"messages": TALK[1:]})
+    assert conversation.ids.tolist() == oracle(TALK[1:], TEMPLATES[name], return_dict=True)["input_ids"]
+    assert answers_in(conversation) == ANSWER_TEXTS[name]
+    (full,) = read(tmp_path, name, {"messages": TALK[1:]}, loss_on=ALL)
+    assert full.counted.all()
+    assert full.ids.tolist() == conversation.ids.tolist()
 
 
 def test_marks_of_a_template_are_taken_at_their_word(tmp_path):
@@ -166,9 +166,9 @@ def test_marks_of_a_template_are_taken_at_their_word(tmp_path):
     reads = ConversationReader(
         chat_tokenizer(template.replace("{% endgeneration %}", "{% endgeneration %}."))
     )
-    asked, found = reads.read([("x", written(tmp_path, {"messages": said("a")}, {"messages": TALK[1:]}))])
-    assert answers_in(found) == [THOUGHT, "It is 10"]
-    assert not asked.counted.any()
+    first, second = reads.read([("x", written(tmp_path, {"messages": said("a")}, {"messages": TALK[1:]}))])
+    assert answers_in(second) == [THOUGHT, "It is 10"]
+    assert not first.counted.any()
 
 
 def test_a_tokenizer_has_to_have_tokens_for_all_bytes(tmp_path):
@@ -212,8 +212,8 @@ MOVED = {  # templates whose turns depend on later turns: (template, messages, c
 @pytest.mark.parametrize("case", MOVED)
 def test_answers_are_found_where_a_turn_depends_on_what_follows(case, tmp_path):
     name, messages, expected = MOVED[case]
-    (found,) = read(tmp_path, name, {"messages": messages})
-    assert answers_in(found) == expected
+    (conversation,) = read(tmp_path, name, {"messages": messages})
+    assert answers_in(conversation) == expected
 
 
 BY_NUMBER = (
@@ -235,14 +235,14 @@ def test_a_turn_that_a_template_leaves_out_counts_nothing(tmp_path):
         "for message in messages", "for message in messages if message.role != 'assistant'"
     )
     reads = ConversationReader(chat_tokenizer(template))
-    (found,) = reads.read([("chat.jsonl", written(tmp_path, {"messages": TALK}))])
-    assert not found.counted.any()
+    (conversation,) = reads.read([("chat.jsonl", written(tmp_path, {"messages": TALK}))])
+    assert not conversation.counted.any()
 
 
 @pytest.mark.parametrize("name", ["chatml", "marked"])
 def test_only_a_completion_counts(name, tmp_path):
-    (found,) = read(tmp_path, name, {"prompt": said("a", "b", "c"), "completion": said("u", "d")[1:]})
-    assert answers_in(found) == ["d<|im_end|>"]
+    (conversation,) = read(tmp_path, name, {"prompt": said("a", "b", "c"), "completion": said("u", "d")[1:]})
+    assert answers_in(conversation) == ["d<|im_end|>"]
 
 
 # ---------------------------------------------------------------------------------------- lines of files
@@ -311,8 +311,8 @@ def test_blank_lines_are_passed_over_and_numbers_stay(tmp_path):
     path = tmp_path / "chat.jsonl"
     first, last = (json.dumps(value) for value in ({"prompt": "a", "completion": "b"}, {"messages": AB}))
     path.write_bytes(f"\n  \n{first}\r\n\n{last}".encode())
-    found = list(read_conversations("chat.jsonl", path, lambda each: each))
-    assert [each.name for each in found] == ["chat.jsonl:3", "chat.jsonl:5"]
+    conversations = list(read_conversations("chat.jsonl", path, lambda conversation: conversation))
+    assert [conversation.name for conversation in conversations] == ["chat.jsonl:3", "chat.jsonl:5"]
 
 
 def test_which_files_are_conversations(tmp_path):
@@ -364,12 +364,12 @@ def test_a_template_that_was_ended_renders_the_next_conversation(monkeypatch):
     monkeypatch.setattr(chat_template, "SECONDS", 0.2)
     endless = "{% if messages | length > 1 %}{{ messages[2:] | slice(10**12) | max }}{% endif %}"
     template = ChatTemplate(endless + "{{ messages[0].content }}", {})
-    limits = [resource.getrlimit(each) for each in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
     for _ in range(2):
         with pytest.raises(ValueError, match=LONG):
             template.render(AB)
         assert template.render(AB[:1]).text == "a"
-    assert [resource.getrlimit(each) for each in (resource.RLIMIT_DATA, resource.RLIMIT_AS)] == limits
+    assert [resource.getrlimit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)] == limits
     process = template._process
     del template
     assert process.returncode is not None
@@ -385,11 +385,11 @@ def test_the_template_comes_with_the_tokenizer(tmp_path):
     for tokenizer in (chat_tokenizer(), ByteTokenizer()):
         with pytest.raises(UsageError, match="--chat-template FILE"):
             ConversationReader(tokenizer)
-    again = tokenizer_from_metadata(ByteTokenizer(CHATML).metadata())
-    assert again.metadata()[TEMPLATE] == CHATML
-    (found,) = ConversationReader(again).read([("chat.jsonl", written(tmp_path, {"messages": AB}))])
-    assert found.ids.tolist() == list(found.text.encode())
-    assert answers_in(found) == ["b<|im_end|>"]
+    copy = tokenizer_from_metadata(ByteTokenizer(CHATML).metadata())
+    assert copy.metadata()[TEMPLATE] == CHATML
+    (conversation,) = ConversationReader(copy).read([("chat.jsonl", written(tmp_path, {"messages": AB}))])
+    assert conversation.ids.tolist() == list(conversation.text.encode())
+    assert answers_in(conversation) == ["b<|im_end|>"]
 
 
 # ------------------------------------------------------------------------------------- messages and tools
@@ -404,9 +404,9 @@ def test_a_message_that_is_not_trained_stays_in_the_text(key, name, tmp_path):
     messages = [talk[0], talk[1] | key, talk[2], talk[3] | {next(iter(key)): 1}]
     speakers = [{"from": m["role"], "value": m["content"]} | m for m in messages]
     rows = {"messages": messages}, {"conversations": speakers}, {"messages": messages[:2]}
-    whole, shared, none = read(tmp_path, name, *rows)
-    assert whole.text == shared.text == reader(name).render(Conversation("x", tuple(talk))).text
-    assert answers_in(whole) == answers_in(shared) == ["right<|im_end|>"]
+    plain, shared, none = read(tmp_path, name, *rows)
+    assert plain.text == shared.text == reader(name).render(Conversation("x", tuple(talk))).text
+    assert answers_in(plain) == answers_in(shared) == ["right<|im_end|>"]
     assert not none.counted.any()
 
 
@@ -440,10 +440,10 @@ TOOLS = "{% if tools %}T{{ tools | tojson }}{% endif %}" + CHATML
 @pytest.mark.parametrize("loss_on", [ANSWERS, ALL])
 def test_tools_reach_the_template(tools, loss_on, tmp_path, oracle):
     reads = ConversationReader(chat_tokenizer(TOOLS), loss_on)
-    (found,) = reads.read([("x", written(tmp_path, {"messages": AB, "tools": tools}))])
-    handed = TOOL_LIST if tools and tools != "[]" else None
-    assert found.text == oracle(AB, TOOLS, tools=handed, tokenize=False)
-    assert answers_in(found) == ["b<|im_end|>"] if loss_on == ANSWERS else found.counted.all()
+    (conversation,) = reads.read([("x", written(tmp_path, {"messages": AB, "tools": tools}))])
+    expected = TOOL_LIST if tools and tools != "[]" else None
+    assert conversation.text == oracle(AB, TOOLS, tools=expected, tokenize=False)
+    assert answers_in(conversation) == ["b<|im_end|>"] if loss_on == ANSWERS else conversation.counted.all()
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama 3", "gemma"])
@@ -452,15 +452,15 @@ def test_a_model_that_asks_for_bos_has_it_once(name, loss_on, tmp_path):
     """BOS is added once, as by llama.cpp, and counted tokens do not shift."""
     tokenizer, path = chat_tokenizer(TEMPLATES[name]), written(tmp_path, {"messages": AB})
     (bare,) = ConversationReader(tokenizer, loss_on).read([("x", path)])
-    (found,) = ConversationReader(tokenizer, loss_on, tokenizer.bos).read([("x", path)])
-    writes = bare.ids[0] == tokenizer.bos
-    assert writes == (name != "chatml")
-    assert found.ids.tolist() == ([] if writes else [tokenizer.bos]) + bare.ids.tolist()
-    assert found.ids.tolist().count(tokenizer.bos) == 1
-    assert found.counted[-len(bare.ids) :].tolist() == bare.counted.tolist()
-    assert answers_in(found) == answers_in(bare)
-    asked = Chat(ChatTemplate(TEMPLATES[name], {"bos_token": "<s>"}), tokenizer).prompt_ids("a").tolist()
-    assert (asked[0], asked.count(tokenizer.bos)) == (tokenizer.bos, 1)
+    (conversation,) = ConversationReader(tokenizer, loss_on, tokenizer.bos).read([("x", path)])
+    has_bos = bare.ids[0] == tokenizer.bos
+    assert has_bos == (name != "chatml")
+    assert conversation.ids.tolist() == ([] if has_bos else [tokenizer.bos]) + bare.ids.tolist()
+    assert conversation.ids.tolist().count(tokenizer.bos) == 1
+    assert conversation.counted[-len(bare.ids) :].tolist() == bare.counted.tolist()
+    assert answers_in(conversation) == answers_in(bare)
+    prompt = Chat(ChatTemplate(TEMPLATES[name], {"bos_token": "<s>"}), tokenizer).prompt_ids("a").tolist()
+    assert (prompt[0], prompt.count(tokenizer.bos)) == (tokenizer.bos, 1)
 
 
 PARTS = [m | {"content": [{"type": "text", "text": text} for text in (m["content"], "x")]} for m in AB]
@@ -482,5 +482,5 @@ WALKS = {  # (template, its text if contents are lists of parts, its text if the
 def test_a_content_comes_as_the_template_takes_it(name, tmp_path):
     source, parts, texts = WALKS[name]
     reads = ConversationReader(chat_tokenizer(source))
-    found = reads.read([("x", written(tmp_path, {"messages": PARTS}, {"messages": AB}))])
-    assert [each.text for each in found] == [parts, texts]
+    conversations = reads.read([("x", written(tmp_path, {"messages": PARTS}, {"messages": AB}))])
+    assert [conversation.text for conversation in conversations] == [parts, texts]

@@ -167,11 +167,11 @@ def test_whole_documents_are_held_out(tmp_path, fraction):
 
 def test_the_draw_depends_on_the_seed_alone_and_keeps_the_order(tmp_path):
     many(tmp_path)
-    loaded = [load(tmp_path, val_fraction=0.2, seed=seed) for seed in (0, 0, 1, 2)]
-    drawn = [frozenset(documents_of(corpus.val.ids)) for corpus in loaded]
-    assert drawn[0] == drawn[1]
-    assert len(set(drawn)) == 3
-    for side in (loaded[0].train.ids, loaded[0].val.ids):
+    corpora = [load(tmp_path, val_fraction=0.2, seed=seed) for seed in (0, 0, 1, 2)]
+    samples = [frozenset(documents_of(corpus.val.ids)) for corpus in corpora]
+    assert samples[0] == samples[1]
+    assert len(set(samples)) == 3
+    for side in (corpora[0].train.ids, corpora[0].val.ids):
         assert np.all(np.diff(side[side != EOS].astype(int)) >= 0)
         assert side[-1] == EOS
 
@@ -221,19 +221,19 @@ def test_data_without_text_or_tokens_are_named(tmp_path, files):
 
 def test_other_data_are_held_out_whole(tmp_path):
     paths, others = [write(tmp_path / name, a=name * 9, b="x" * 9) for name in ("some", "other")]
-    corpus, alone = load(paths, val_paths=[others], val_fraction=0.5), load(paths)
+    corpus, plain = load(paths, val_paths=[others], val_fraction=0.5), load(paths)
     assert bytes(corpus.train.ids.tolist()[:9]) == b"somesomes"
-    assert corpus.train.ids.tolist() == alone.train.ids.tolist(), "it must not be held out"
+    assert corpus.train.ids.tolist() == plain.train.ids.tolist(), "it must not be held out"
     assert corpus.val.ids.tolist() == load(others).train.ids.tolist()
     assert (corpus.documents, corpus.val_documents) == (4, 2)
-    digests = {each.sha256 for each in (corpus, alone, load(paths, others), load(others, val_paths=[paths]))}
+    digests = {part.sha256 for part in (corpus, plain, load(paths, others), load(others, val_paths=[paths]))}
     assert len(digests) == 4
 
 
 def test_other_data_must_have_a_window_and_a_text(tmp_path):
     folder = write(tmp_path, a="some text", b="xy", empty__c="")
-    for name, found in (("b", "3"), ("empty", "empty")):
-        with pytest.raises(UsageError, match=f"--val-data.* {found}|--val-data.*/{found}"):
+    for name, word in (("b", "3"), ("empty", "empty")):
+        with pytest.raises(UsageError, match=f"--val-data.* {word}|--val-data.*/{word}"):
             load(folder / "a", val_paths=[folder / name])
 
 
@@ -247,13 +247,13 @@ def test_the_hash_is_pinned_and_does_not_depend_on_place_split_or_context(tmp_pa
 
 
 def test_a_library_of_any_layout_is_cut_to_its_sources(tmp_path, monkeypatch):
-    kept = ["a.py", "email/b.py", "testing.py"]
+    sources = ["a.py", "email/b.py", "testing.py"]
     folders = ("test", "lib2to3/tests", "idlelib/idle_test", "site-packages", "dist-packages", "__pycache__")
-    dropped = [*(f"{folder}/x.py" for folder in folders), "a.pyc", "_sysconfigdata__linux.py", ".x.py"]
-    for name in kept + dropped:
+    others = [*(f"{folder}/x.py" for folder in folders), "a.pyc", "_sysconfigdata__linux.py", ".x.py"]
+    for name in sources + others:
         put(tmp_path / name, "x = 1\n")
     monkeypatch.setattr(text_files, "stdlib_root", lambda: tmp_path)
-    assert [path.relative_to(tmp_path).as_posix() for _, path in text_files.library_files()] == kept
+    assert [path.relative_to(tmp_path).as_posix() for _, path in text_files.library_files()] == sources
 
 
 @pytest.mark.parametrize("block", [3, 1 << 20])

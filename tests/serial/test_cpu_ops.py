@@ -76,9 +76,9 @@ def wide(x: Any) -> Any:
     return x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype == np.float32 else x
 
 
-def close(found: Any, expected: Any, tolerance: float = 2e-5) -> None:
+def close(actual: Any, expected: Any, tolerance: float = 2e-5) -> None:
     """Check equality up to float32 rounding relative to the largest element."""
-    for a, b in zip(leaves(found), leaves(expected), strict=True):
+    for a, b in zip(leaves(actual), leaves(expected), strict=True):
         assert a.shape == b.shape
         assert a.dtype in (np.float32, np.float64, np.int64)
         assert np.isfinite(a).all()
@@ -106,10 +106,10 @@ def linear_case(lead: tuple[int, ...], inputs: int, outputs: int) -> dict[str, C
 def rope_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
     angle = numbers(shape[1], shape[3] // 2)
     x, cos, sin = numbers(*shape), np.cos(angle), np.sin(angle)
-    few = cos[:, : shape[3] // 4], sin[:, : shape[3] // 4]
+    tables = cos[:, : shape[3] // 4], sin[:, : shape[3] // 4]
     return {
-        "rope, interleaved, partial": lambda: [x, *few, True],
-        "rope, halves, partial": lambda: [x, *few, False],
+        "rope, interleaved, partial": lambda: [x, *tables, True],
+        "rope, halves, partial": lambda: [x, *tables, False],
         "rope, interleaved": lambda: [x, cos, sin, True],
         "rope, halves": lambda: [x, cos, sin, False],
     }
@@ -117,9 +117,9 @@ def rope_case(*shape: int) -> dict[str, Callable[[], list[Any]]]:
 
 def by_signature(name: str, lead: tuple[int, ...], width: int, full: bool) -> list[Any]:
     """Return arguments by the operation's signature: all of them (full), or only those without a default."""
-    given = misfits.fitting(**{"...": lead, "C": width})[name]
-    known = inspect.signature(OPERATIONS[name]).parameters
-    return [x for key, x in given.items() if full or known[key].default is inspect.Parameter.empty]
+    arguments = misfits.fitting(**{"...": lead, "C": width})[name]
+    parameters = inspect.signature(OPERATIONS[name]).parameters
+    return [x for key, x in arguments.items() if full or parameters[key].default is inspect.Parameter.empty]
 
 
 SHAPES = [
@@ -143,26 +143,26 @@ CASES += [
 
 
 def written_by(name: str) -> list[int]:
-    written = {entry.name for entry in OPERATIONS[name].signature.entries if entry.written}
+    outputs = {entry.name for entry in OPERATIONS[name].signature.entries if entry.written}
     return [
-        i for i, argument in enumerate(inspect.signature(OPERATIONS[name]).parameters) if argument in written
+        i for i, argument in enumerate(inspect.signature(OPERATIONS[name]).parameters) if argument in outputs
     ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 @pytest.mark.parametrize(("name", "make"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_fused_is_the_reference(name, make, layout):
-    written = [i for i in written_by(name) if i < len(make())]
-    given = [
-        (np.copy if i in written else layout)(x) if isinstance(x, np.ndarray) and x.ndim else x
+    outputs = [i for i in written_by(name) if i < len(make())]
+    arguments = [
+        (np.copy if i in outputs else layout)(x) if isinstance(x, np.ndarray) and x.ndim else x
         for i, x in enumerate(make())
     ]
     exact = [wide(x) for x in make()]
-    before = [x.tobytes() if isinstance(x, np.ndarray) else x for x in given]
-    found, expected = FUSED[name](*given), getattr(reference, name)(*exact)
-    close(found, expected)
-    for i, x in enumerate(given):
-        if i in written:
+    before = [x.tobytes() if isinstance(x, np.ndarray) else x for x in arguments]
+    actual, expected = FUSED[name](*arguments), getattr(reference, name)(*exact)
+    close(actual, expected)
+    for i, x in enumerate(arguments):
+        if i in outputs:
             close(x, exact[i])
         elif isinstance(x, np.ndarray):
             assert x.tobytes() == before[i], f"argument {i} was written"
@@ -177,9 +177,9 @@ def test_all_operations_are_fused():
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_pairs_are_turned_where_they_lie(operations, interleaved):
     angle, x = numbers(5, 3), numbers(2, 5, 3, 6)
-    elsewhere = operations.rope(x, np.cos(angle), np.sin(angle), interleaved)
+    expected = operations.rope(x, np.cos(angle), np.sin(angle), interleaved)
     assert operations.rope(x, np.cos(angle), np.sin(angle), interleaved, x) is x
-    assert x.tobytes() == elsewhere.tobytes()
+    assert x.tobytes() == expected.tobytes()
 
 
 def test_float64_goes_to_the_reference():
@@ -201,8 +201,8 @@ def test_what_is_not_finite_is_never_hidden(bad, place):
     pairs |= {"chunk_squares": (x, 65)}
     with np.errstate(all="ignore"):
         for name, arguments in pairs.items():
-            found, expected = FUSED[name](*arguments), getattr(reference, name)(*arguments)
-            for a, b in zip(leaves(found), leaves(expected), strict=True):
+            actual, expected = FUSED[name](*arguments), getattr(reference, name)(*arguments)
+            for a, b in zip(leaves(actual), leaves(expected), strict=True):
                 assert np.isfinite(b).all() or not np.isfinite(a).all(), name
         y, _ = cpu.causal_attention(*(x.reshape(1, 65, 1, 1) for _ in range(3)), 1.0)
         assert not np.isfinite(y[0, place:].sum())
@@ -259,25 +259,25 @@ def test_attention_is_the_reference(monkeypatch, shape, keep):
             np.arange(shape[2] - shape[1], shape[2]) // 700 * 700,
         )
         begins = np.tile(documents, (shape[0], 1)) if joint else None
-        y, kept = cpu.causal_attention(q, k, v, 0.7, begins)
-        assert (kept[0] is not None) == (keep and shape[1] < 1000)
-        found = cpu.causal_attention_backward(dy, q, k, v, kept, 0.7)
+        y, saved = cpu.causal_attention(q, k, v, 0.7, begins)
+        assert (saved[0] is not None) == (keep and shape[1] < 1000)
+        gradients = cpu.causal_attention_backward(dy, q, k, v, saved, 0.7)
         assert [x.tobytes() for x in inputs] == before
         exact = [wide(x) for x in inputs]
         expected, weights = reference.causal_attention(*exact[:3], 0.7, begins)
         close(y, expected)
-        close(found, reference.causal_attention_backward(exact[3], *exact[:3], weights, 0.7), 5e-5)
-        assert (side_by_side(found) is not None) == joint, "gradients must have the inputs' layout"
+        close(gradients, reference.causal_attention_backward(exact[3], *exact[:3], weights, 0.7), 5e-5)
+        assert (side_by_side(gradients) is not None) == joint, "gradients must have the inputs' layout"
 
 
 @contextlib.contextmanager
 def peak_memory() -> Iterator[dict[str, int]]:
-    found, before = {}, RECYCLED.nbytes
+    peaks, before = {}, RECYCLED.nbytes
     tracemalloc.start()
     try:
-        yield found
-        found["else"] = tracemalloc.get_traced_memory()[1]
-        found["pool"] = RECYCLED.nbytes - before
+        yield peaks
+        peaks["else"] = tracemalloc.get_traced_memory()[1]
+        peaks["pool"] = RECYCLED.nbytes - before
     finally:
         tracemalloc.stop()
 
@@ -286,13 +286,13 @@ def test_attention_to_long_texts_takes_memory_of_their_length_only():
     """Memory grows linearly with T; all attention weights for T = 4096 would take 128 MiB."""
     q, k, v, dy = attention_inputs((1, 4096, 4096, 2, 1, 16, 16), False)
     with peak_memory() as peak:
-        y, kept = cpu.causal_attention(q, k, v, 0.25)
-        found = cpu.causal_attention_backward(dy, q, k, v, kept, 0.25)
-    arrays = sum(x.nbytes for x in (y, *found))
+        y, saved = cpu.causal_attention(q, k, v, 0.25)
+        gradients = cpu.causal_attention_backward(dy, q, k, v, saved, 0.25)
+    arrays = sum(x.nbytes for x in (y, *gradients))
     blocks = 3 * attention.BLOCK * 4096 * 4
     assert peak["pool"] <= (arrays + blocks) * 9 / 8 + 2**16
     assert peak["else"] < (arrays + blocks) * 9 / 8 + 2**19
-    assert kept[0] is None
+    assert saved[0] is None
     rows = [0, 1, 63, 64, 2000, 4095]
     for t in rows:
         scores = 0.25 * wide(k[0, : t + 1, 0]) @ wide(q[0, t, 1])
@@ -303,17 +303,17 @@ def test_attention_to_long_texts_takes_memory_of_their_length_only():
 @pytest.mark.parametrize(("name", "make"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_the_same_bits_again_in_other_places(name, make):
     def once(shift: int) -> list[bytes]:
-        given = []
+        arguments = []
         for x in make():
             if isinstance(x, np.ndarray) and x.ndim:
                 buffer = np.empty(x.size + shift, x.dtype)  # for arrays at other offsets from a cache line
                 buffer[shift:] = x.reshape(-1)
                 x = buffer[shift:].reshape(x.shape)
-            given.append(x)
-        found = leaves(FUSED[name](*given))
+            arguments.append(x)
+        results = leaves(FUSED[name](*arguments))
         return [
             x.tobytes()
-            for x in [*found, *leaves(tuple(given[i] for i in written_by(name) if i < len(given)))]
+            for x in [*results, *leaves(tuple(arguments[i] for i in written_by(name) if i < len(arguments)))]
         ]
 
     first = once(0)
@@ -330,12 +330,12 @@ def update_state(size: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("operations", [cpu, reference])
 def test_an_update_of_runs_that_decay_differently_is_that_of_each_run(operations):
     decay = np.array([0.1, 0.0, 0.0, 0.3, 0.1])
-    whole, pieces = update_state(5 * 1024), update_state(5 * 1024)
-    operations.adamw(*whole, **UPDATE, decay=decay)
+    state, pieces = update_state(5 * 1024), update_state(5 * 1024)
+    operations.adamw(*state, **UPDATE, decay=decay)
     for run in range(5):
         parts = [x[1024 * run : 1024 * (run + 1)] for x in pieces]
         operations.adamw(*parts, **UPDATE, decay=decay[run : run + 1])
-    assert [x.tobytes() for x in whole] == [x.tobytes() for x in pieces]
+    assert [x.tobytes() for x in state] == [x.tobytes() for x in pieces]
     assert not np.array_equal(pieces[0][:1024], update_state(5 * 1024)[0][:1024])
 
 
@@ -343,11 +343,11 @@ def test_an_update_of_runs_that_decay_differently_is_that_of_each_run(operations
 def test_the_sum_over_rows_has_the_order_of_its_definition(n):
     """The kernel adds rows in the order of the definition, so the results are bit-identical."""
     dy = numbers(n, 40) + 1
-    found, defined = numbers(40, seed=5), numbers(40, seed=5)
-    cpu.linear_backward_b(dy, found)
-    reference.linear_backward_b(dy, defined)
-    assert found.tobytes() == defined.tobytes()
-    close(found, numbers(40, seed=5) + wide(dy).sum(axis=0))
+    actual, expected = numbers(40, seed=5), numbers(40, seed=5)
+    cpu.linear_backward_b(dy, actual)
+    reference.linear_backward_b(dy, expected)
+    assert actual.tobytes() == expected.tobytes()
+    close(actual, numbers(40, seed=5) + wide(dy).sum(axis=0))
 
 
 def test_a_head_never_holds_more_than_a_chunk_of_logits(monkeypatch):
@@ -386,11 +386,11 @@ def test_a_step_allocates_nothing_large_once_it_is_warm(name, recompute):
         optimizer.step(max_norm=1.0)
 
     gc.collect()  # frees arrays of earlier tests that would be freed during the measurement
-    lent = sum(block.lease is not None for block in RECYCLED._blocks)
+    leases = sum(block.lease is not None for block in RECYCLED._blocks)
     step()
     step()
-    warm = RECYCLED.nbytes
-    assert warm > 2**20, "the step's arrays must be large enough for the pool"
+    nbytes = RECYCLED.nbytes
+    assert nbytes > 2**20, "the step's arrays must be large enough for the pool"
     growths = []
     tracemalloc.start()
     try:
@@ -402,8 +402,8 @@ def test_a_step_allocates_nothing_large_once_it_is_warm(name, recompute):
     finally:
         tracemalloc.stop()
     growth = min(growths)  # a thread of an earlier test may allocate during one of the steps
-    assert RECYCLED.nbytes == warm
-    assert sum(block.lease is not None for block in RECYCLED._blocks) == lent  # a step keeps nothing
+    assert RECYCLED.nbytes == nbytes
+    assert sum(block.lease is not None for block in RECYCLED._blocks) == leases  # a step keeps nothing
     assert growth < 100_000, f"{growth} bytes outside the pool at once; one activation has 82 kB"
 
 
@@ -411,9 +411,9 @@ def python(code: str, **variables: str) -> Any:
     environment = {k: v for k, v in os.environ.items() if k not in ("ZERO_MPI_OPS", "NUMBA_CACHE_DIR")}
     command = [sys.executable, "-W", "error", "-c", code]
     options = {"capture_output": True, "text": True, "cwd": ROOT, "check": False}
-    done = subprocess.run(command, env=environment | variables, **options)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(command, env=environment | variables, **options)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 COMPUTE = """
@@ -443,7 +443,7 @@ def test_numba_is_loaded_when_something_is_computed_unless_the_reference_compute
 
 def test_another_blas_than_openblas_is_reached_through_scipy():
     pytest.importorskip("scipy", reason="scipy is not installed")
-    found = python(
+    result = python(
         """
 import json
 import threadpoolctl
@@ -461,7 +461,7 @@ print(json.dumps([y, [pool["num_threads"] for pool in pools]]))
 """,
         OPENBLAS_NUM_THREADS="1",
     )
-    assert found == [[[0, 1, 2], [3, 4, 5]], [1, 1]], "both libraries must use one thread"
+    assert result == [[[0, 1, 2], [3, 4, 5]], [1, 1]], "both libraries must use one thread"
 
 
 CACHED = """
@@ -484,9 +484,9 @@ print(json.dumps([len(said), compiled == len(kernels), loaded, unasked, str(code
 
 
 def test_kernels_are_loaded_when_they_are_used():
-    said, compiled, loaded, unasked, _ = python(CACHED)
-    assert (said, compiled, loaded) == (0, False, ["gelu_forward"]), "only gelu_forward is loaded"
-    assert unasked == []
+    status, compiled, loaded, extra, _ = python(CACHED)
+    assert (status, compiled, loaded) == (0, False, ["gelu_forward"]), "only gelu_forward is loaded"
+    assert extra == []
 
 
 @pytest.mark.long

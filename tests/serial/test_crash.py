@@ -61,16 +61,16 @@ class Operations:
         patch.setattr(folders, "exchange", self.watching("exchange"))
 
     def watching(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **more: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             with self._lock:
                 self.count += 1
                 stops = self.count == self.stop_at
             if stops:
                 if name == "pwritev":  # only half of the data is written
-                    whole = b"".join(arguments[1])
-                    self.real[name](arguments[0], [whole[: len(whole) // 2]], arguments[2])
+                    content = b"".join(arguments[1])
+                    self.real[name](arguments[0], [content[: len(content) // 2]], arguments[2])
                 self.action(name, arguments)
-            result = self.real[name](*arguments, **more)
+            result = self.real[name](*arguments, **options)
             self.note(name, arguments, result)
             return result
 
@@ -157,13 +157,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def assert_nothing_lost(out: Path, case: Case) -> None:
     """Check that the newest checkpoint loads and that no partial one has a final name."""
-    found = folders.candidates(out)
-    assert found or not case.before
-    least = max((step for step, _ in case.before), default=2)
-    for folder in found[:1]:
-        assert sound_step(folder.resolve()) >= least
+    checkpoints = folders.candidates(out)
+    assert checkpoints or not case.before
+    minimum = max((step for step, _ in case.before), default=2)
+    for folder in checkpoints[:1]:
+        assert sound_step(folder.resolve()) >= minimum
         optimizer = ShardedAdamW(tiny.make(SerialComm(), CONFIG, seed=7))
-        assert load_checkpoint(folder, optimizer).step >= least
+        assert load_checkpoint(folder, optimizer).step >= minimum
     for step, folder in folders.steps(out):
         assert sound_step(folder) == step
 
@@ -190,7 +190,7 @@ def save_and_die(out: Path, case: Case, stop_at: int, power: bool) -> None:
 def test_a_save_may_be_killed_before_any_operation(power, case, start, complete):
     for stop_at in itertools.count(1):
         out = start()
-        killed = is_killed(lambda out=out, at=stop_at: save_and_die(out, case, at, power))
+        killed = is_killed(lambda out=out, stop=stop_at: save_and_die(out, case, stop, power))
         if case.exchanges:  # otherwise this holds only after the clean-up
             assert_nothing_lost(out, case)
         folders.clean(out)
@@ -206,10 +206,10 @@ def failing(stop_at: int, number: int) -> Iterator[Operations]:
     """Fail operation `stop_at` with a system error."""
 
     def refuse(name: str, arguments: tuple[Any, ...]) -> None:
-        named = () if name in ("pwritev", "ftruncate", "fsync") else (str(arguments[0]),)
+        names = () if name in ("pwritev", "ftruncate", "fsync") else (str(arguments[0]),)
         if name in ("rename", "replace", "symlink"):
-            named = (*named, None, str(arguments[1]))
-        raise OSError(number, os.strerror(number), *named)
+            names = (*names, None, str(arguments[1]))
+        raise OSError(number, os.strerror(number), *names)
 
     operations = Operations(stop_at, refuse)
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(operations):
@@ -229,18 +229,18 @@ def save_refused(out: Path, case: Case, stop_at: int, number: int, background: b
 
 @pytest.mark.parametrize(("name", "background"), [("ENOSPC", False), ("EIO", True)])
 def test_a_save_may_be_refused_any_operation(name, background, case, start, complete):
-    number, refused = getattr(errno, name), 0
+    number, count = getattr(errno, name), 0
     for stop_at in itertools.count(1):
         out = start()
-        came, text = save_refused(out, case, stop_at, number, background)
+        raised, text = save_refused(out, case, stop_at, number, background)
         if text:
-            refused += 1
+            count += 1
             assert os.strerror(number) in text
             assert str(out) in text or any(f in text for f in (folders.MODEL, folders.OPTIMIZER)), text
             assert "\n" not in text
             assert not list(out.glob(".step-*.partial")), f"a partial folder was left: {text}"
         assert_nothing_lost(out, case)
         assert_goes_on(out, case, complete)
-        if not came:
+        if not raised:
             break
-    assert refused > 20, "the sweep has not seen the operations of a save"
+    assert count > 20, "the sweep has not seen the operations of a save"

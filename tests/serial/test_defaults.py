@@ -32,8 +32,8 @@ def settings(folder):
 
 
 def model(folder, context):
-    about = replace(LLAMA, context_length=context, value_length=4)
-    write_model(folder / "m.gguf", about, ByteTokenizer(CHATML).metadata())
+    config = replace(LLAMA, context_length=context, value_length=4)
+    write_model(folder / "m.gguf", config, ByteTokenizer(CHATML).metadata())
 
 
 @needs_mpiexec
@@ -41,32 +41,32 @@ def model(folder, context):
 def test_conversations_beside_a_model_decide_what_no_flag_says(room, folder):
     model(folder, room)
     printed = train(2, folder / "out", *FLAGS)
-    found, longest = settings(folder), 171
-    assert found["context"] == min(room, longest)
-    assert found["batch_size"] == 4
+    config, longest = settings(folder), 171
+    assert config["context"] == min(room, longest)
+    assert config["batch_size"] == 4
     windows = int(printed.partition(" cut) in ")[2].split()[0])
-    assert found["steps"] == -(-3 * windows // 4)
-    assert found["warmup"] == round(0.09 * found["steps"])
+    assert config["steps"] == -(-3 * windows // 4)
+    assert config["warmup"] == round(0.09 * config["steps"])
     assert f"70 conversations ({int(room < longest)} cut) in " in printed
-    assert f"steps:     {found['steps']}, 3.0 epochs; rate " in printed
+    assert f"steps:     {config['steps']}, 3.0 epochs; rate " in printed
     command = ["-m", "zero_mpi.train", *FLAGS, "--out", "new", "--dry-run"]
-    status, said, _ = run_job(1, command, cwd=folder, timeout=50)
+    status, output, _ = run_job(1, command, cwd=folder, timeout=50)
     assert status == 0
-    assert f"steps      {found['steps']}, 3.0 epochs; rate " in said
-    assert f"step       {4 * found['context']} tokens: " in said
-    assert f" after {found['warmup']} warmup steps" in said
+    assert f"steps      {config['steps']}, 3.0 epochs; rate " in output
+    assert f"step       {4 * config['context']} tokens: " in output
+    assert f" after {config['warmup']} warmup steps" in output
 
 
 @needs_mpiexec
 def test_a_run_goes_on_with_the_defaults_that_it_began_with(folder):
     """A run that began with an earlier version keeps that version's defaults; flags override them."""
     model(folder, 200)
-    begun = [part for name, value in OF_0_1_0.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    assert "warning: --warmup 40" in train(1, folder / "out", *FLAGS, *begun)
+    flags = [part for name, value in OF_0_1_0.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    assert "warning: --warmup 40" in train(1, folder / "out", *FLAGS, *flags)
     assert "nothing to do" in train(2, folder / "out", *FLAGS)
     printed = train(2, folder / "out", *FLAGS, "--steps", "3")
-    found = settings(folder)
-    assert {name: found[name] for name in OF_0_1_0} == OF_0_1_0 | {"steps": 3}
+    config = settings(folder)
+    assert {name: config[name] for name in OF_0_1_0} == OF_0_1_0 | {"steps": 3}
     assert "changed since the checkpoint: --steps was 2, now 3\n" in printed
     train(1, folder / "out", *FLAGS, "--steps", "4", "--warmup", "1", "--lr", "1e-3")
     assert (settings(folder)["warmup"], settings(folder)["lr"]) == (1, 1e-3)
@@ -80,9 +80,9 @@ def test_a_jump_of_the_rate_is_a_caution(folder):
     train(1, folder / "out", *flags, "--steps", "4")
     assert "rate jumps" not in train(1, folder / "out", *flags, "--steps", "4")
     printed = train(2, folder / "out", *flags, "--steps", "40", "--dry-run")
-    last, now = (1e-4 + 9e-4 * (1 + math.cos(math.pi * done)) / 2 for done in (2 / 3, 3 / 39))
+    last, new = (1e-4 + 9e-4 * (1 + math.cos(math.pi * part)) / 2 for part in (2 / 3, 3 / 39))
     (line,) = [line for line in printed.splitlines() if "rate jumps" in line]
-    assert f" {last:.3g} at step 4 to {now:.3g} at step 5" in line
+    assert f" {last:.3g} at step 4 to {new:.3g} at step 5" in line
     assert f"--lr {last:.3g}" in line
 
 

@@ -18,10 +18,10 @@ BLOCKS = 700  # blocks per type, enough for zeros, denormals, infinities and NaN
 def test_the_bits_are_those_of_gguf(kind, operation, low):
     raw = np.random.default_rng(len(kind.name)).integers(256, size=BLOCKS * kind.nbytes, dtype=np.uint8)
     raw[: kind.nbytes], raw[kind.nbytes : 2 * kind.nbytes] = 0, 255
-    found, width = np.zeros(BLOCKS * kind.elements, low), f"u{np.dtype(low).itemsize}"
-    operation(raw, kind.name, found)
+    actual, width = np.zeros(BLOCKS * kind.elements, low), f"u{np.dtype(low).itemsize}"
+    operation(raw, kind.name, actual)
     with np.errstate(all="ignore"):
         expected = dequantize(raw, GGMLQuantizationType[kind.name]).astype(low)
-        unknown = np.isnan(found) & np.isnan(expected)
-    assert ((found.view(width) == expected.view(width)) | unknown).all()
-    assert np.isfinite(found.astype(np.float32)).any()
+        unknown = np.isnan(actual) & np.isnan(expected)
+    assert ((actual.view(width) == expected.view(width)) | unknown).all()
+    assert np.isfinite(actual.astype(np.float32)).any()

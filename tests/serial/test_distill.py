@@ -21,18 +21,18 @@ KNOWN = TeacherFile(3, 1.0, 4, 6, "d", "byte")
 
 
 def records(*rows):
-    found = np.zeros(len(rows), KNOWN.record)
+    table = np.zeros(len(rows), KNOWN.record)
     for row, (ids, shares) in enumerate(rows):
         rest = np.log(1 - sum(shares)) if shares else 0
-        found[row] = ids, np.log(shares) if shares else 0, rest
-    return found
+        table[row] = ids, np.log(shares) if shares else 0, rest
+    return table
 
 
 def test_the_divergence_has_a_known_value():
     student = np.log([[0.4, 0.3, 0.05, 0.1, 0.1, 0.05]]).astype(np.float32)
     loss = Distilled(np.array([0]), 1.0, records(([0, 1, 2], [0.5, 0.2, 0.1])), 1.0, 1.0, 6)
-    found, slopes = loss.divergence(student, np.array([0]), np.array([True]), loss.records)
-    assert found == pytest.approx(0.055164761828624655, rel=1e-6)
+    total, slopes = loss.divergence(student, np.array([0]), np.array([True]), loss.records)
+    assert total == pytest.approx(0.055164761828624655, rel=1e-6)
     others = np.array([0.1, 0.1, 0.05]) * (0.25 - 0.2) / 0.25
     np.testing.assert_allclose(slopes, [[-0.1, 0.1, -0.05, *others]], atol=1e-7)
     assert slopes.sum() == pytest.approx(0, abs=1e-7)
@@ -45,10 +45,10 @@ def test_loss_and_gradients_are_those_of_another_program(temperature):
     x, targets = rng.integers(0, 61, (2, 2, 11))
     targets[0, :4] = -1
     teacher = TeacherFile(5, temperature, 22, 61, "d", "t")
-    made, flat = np.zeros(22, teacher.record), targets.ravel()
+    table, flat = np.zeros(22, teacher.record), targets.ravel()
     for place in range(20):  # the last two positions have no prediction
-        made[place] = rng.permutation(61)[:5], np.log(rng.dirichlet(np.ones(6))[:5]), 0
-        made[place]["rest"] = np.log(1 - np.exp(made[place]["logp"]).sum())
+        table[place] = rng.permutation(61)[:5], np.log(rng.dirichlet(np.ones(6))[:5]), 0
+        table[place]["rest"] = np.log(1 - np.exp(table[place]["logp"]).sum())
     z = np.asarray(module.forward(x, training=True), np.float64).reshape(22, 61)
 
     def softmax(values):
@@ -61,9 +61,9 @@ def test_loss_and_gradients_are_those_of_another_program(temperature):
         dz[n] += (1 - weight) * scale * (hard[n] - (np.arange(61) == flat[n]))
         if n < 20:
             ids, t, rest = (
-                made[n]["ids"],
-                np.exp(made[n]["logp"].astype(float)),
-                np.exp(float(made[n]["rest"])),
+                table[n]["ids"],
+                np.exp(table[n]["logp"].astype(float)),
+                np.exp(float(table[n]["rest"])),
             )
             s, others = soft[n, ids], 1 - soft[n, ids].sum()
             loss += weight * scale * ((t * np.log(t / s)).sum() + rest * np.log(rest / others))
@@ -74,9 +74,9 @@ def test_loss_and_gradients_are_those_of_another_program(temperature):
     module.sync_gradients()
     expected = {name: value.copy() for name, value in module.named_gradients()}
     module.zero_gradients()
-    found = module.forward_backward(x, Distilled(targets, scale, made, weight, temperature, 61))
+    actual = module.forward_backward(x, Distilled(targets, scale, table, weight, temperature, 61))
     module.sync_gradients()
-    assert found == pytest.approx(loss, rel=2e-6)
+    assert actual == pytest.approx(loss, rel=2e-6)
     for name, value in module.named_gradients():
         np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=2e-6, err_msg=name)
 
@@ -84,7 +84,7 @@ def test_loss_and_gradients_are_those_of_another_program(temperature):
 def test_tokens_are_found_in_the_data_whatever_is_held_out():
     documents = [Document(str(n), np.arange(10 * n, 10 * n + 4), b"", at=4 * n) for n in range(5)]
     stream = stream_of([documents[n] for n in (0, 1, 3, 4)])
-    data = np.concatenate([each.tokens for each in documents])
+    data = np.concatenate([document.tokens for document in documents])
     windows = PackedWindows(stream, 9)
     places = stream.in_data(windows.places(np.arange(len(windows))))
     batch = windows.batch(np.arange(len(windows)))
@@ -113,8 +113,8 @@ HOSTILE = {
 def test_a_file_that_is_not_sound_is_refused(kind, tmp_path):
     path, raw = tmp_path / "t", KNOWN.header() + records(*[([0, 1, 2], [0.5, 0.2, 0.1])] * 4).tobytes()
     path.write_bytes(raw)
-    found = open_teacher(str(path)).read(str(path), np.array([1, 2, -1, 0]))
-    assert found["ids"].tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 0], [0, 1, 2]]
+    table = open_teacher(str(path)).read(str(path), np.array([1, 2, -1, 0]))
+    assert table["ids"].tolist() == [[0, 1, 2], [0, 1, 2], [0, 0, 0], [0, 1, 2]]
     path.write_bytes(HOSTILE[kind](raw))
     with pytest.raises(UsageError, match="--teacher"):
         open_teacher(str(path))
@@ -122,9 +122,9 @@ def test_a_file_that_is_not_sound_is_refused(kind, tmp_path):
 
 @pytest.mark.parametrize(("name", "value"), [("ids", 6), ("logp", 0.5), ("logp", np.nan), ("rest", np.inf)])
 def test_records_that_are_no_predictions_end_a_job(name, value, tmp_path):
-    made = records(*[([0, 1, 2], [0.5, 0.2, 0.1])] * 4)
-    made[name][2] = value
-    (tmp_path / "t").write_bytes(KNOWN.header() + made.tobytes())
+    table = records(*[([0, 1, 2], [0.5, 0.2, 0.1])] * 4)
+    table[name][2] = value
+    (tmp_path / "t").write_bytes(KNOWN.header() + table.tobytes())
     with pytest.raises(JobError, match="--teacher"):
         KNOWN.read(str(tmp_path / "t"), np.array([2]))
 
@@ -136,8 +136,8 @@ def test_predictions_and_what_is_learned_from_them_are_the_same_on_any_ranks(fol
     data = ["--data", "0.txt", "1.txt", "2.txt"]
     make = ["-m", "zero_mpi", "evaluate", "m.gguf", *data, "--context", "30", "--top-k", "4"]
     for ranks in (1, 3):
-        made = [*make, "--top-k-out", f"top-{ranks}"]
-        assert run_job(ranks, made, env=COMPILED, cwd=folder, timeout=50)[0] == 0
+        arguments = [*make, "--top-k-out", f"top-{ranks}"]
+        assert run_job(ranks, arguments, env=COMPILED, cwd=folder, timeout=50)[0] == 0
     raw = (folder / "top-1").read_bytes()
     assert (folder / "top-3").read_bytes() == raw
     unfinished = damaged(raw, sha256="")
@@ -147,13 +147,13 @@ def test_predictions_and_what_is_learned_from_them_are_the_same_on_any_ranks(fol
     assert (folder / "top-2").read_bytes() == raw
     flags = ["--init", "m.gguf", *data, "--context", "20", "--batch-size", "4", "--micro-batch", "1"]
     flags += ["--val-fraction", "0.3", "--steps", "3", "--sample", "0", "--teacher", "top-1"]
-    alone, out = folder / "student-1", folder / "student-3"
-    train_compiled(1, alone, *flags)
+    reference, out = folder / "student-1", folder / "student-3"
+    train_compiled(1, reference, *flags)
     first = ["-m", "zero_mpi.train", "--out", str(out), *flags, "--max-time", "0s"]
     assert run_job(3, first, timeout=50, env=COMPILED, cwd=folder)[0] == REQUEUE
     train_compiled(2, out, *flags)
-    assert fields(out, "loss", "grad_norm") == fields(alone, "loss", "grad_norm")
-    for file in (alone / "latest").iterdir():
+    assert fields(out, "loss", "grad_norm") == fields(reference, "loss", "grad_norm")
+    for file in (reference / "latest").iterdir():
         assert (out / "latest" / file.name).read_bytes() == file.read_bytes(), file.name
     status, printed, _ = run_job(1, ["-m", "zero_mpi", "verify", str(out)], env=COMPILED, cwd=folder)
     assert (status, printed.splitlines()[-1][:4]) == (0, "yes:")

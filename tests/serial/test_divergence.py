@@ -17,11 +17,11 @@ GOOD, SKIPPED, SEARCHED = (1.0, False, False), (1.0, True, False), (1.0, True, T
 LOST = (math.nan, True, True)
 
 
-def steps(*made: tuple[float, bool, bool]) -> Divergence:
-    found = Divergence(scale := SimpleNamespace(dynamic=False, exponent=1))
-    for number, (loss, skipped, scale.dynamic) in enumerate(made, 1):
-        found.ends(StepMade(number, loss, StepResult(0.0, skipped), 0.0))
-    return found
+def steps(*rows: tuple[float, bool, bool]) -> Divergence:
+    divergence = Divergence(scale := SimpleNamespace(dynamic=False, exponent=1))
+    for number, (loss, skipped, scale.dynamic) in enumerate(rows, 1):
+        divergence.ends(StepMade(number, loss, StepResult(0.0, skipped), 0.0))
+    return divergence
 
 
 @pytest.mark.parametrize("bad", [SKIPPED, LOST, (math.inf, False, False)])
@@ -32,8 +32,8 @@ def test_many_steps_in_a_row_that_are_not_finite_end_a_run(bad):
 
 
 def test_a_search_for_the_factor_of_float16_does_not():
-    found = steps(*[SEARCHED] * (2 * MOST))
-    found.check_end(2 * MOST)
+    divergence = steps(*[SEARCHED] * (2 * MOST))
+    divergence.check_end(2 * MOST)
     steps(*[SKIPPED] * (MOST - 1), SEARCHED, GOOD)
 
 
@@ -48,12 +48,12 @@ def test_a_search_for_the_factor_of_float16_does_not():
     ],
 )
 def test_a_run_that_ends_so_is_not_done(made, reason):
-    found = steps(*made)
+    divergence = steps(*made)
     if not reason:
-        found.check_end(2)
+        divergence.check_end(2)
         return
     with pytest.raises(JobError) as caught:
-        found.check_end(2)
+        divergence.check_end(2)
     assert str(caught.value).startswith(reason)
 
 
@@ -67,7 +67,7 @@ def test_a_run_whose_loss_is_nan_has_failed(total, reason, tmp_path):
         command = ["-m", "zero_mpi.train", *flags, "--steps", str(total)]
         status, printed, errors = run_job(2, command, timeout=30)
         assert status == 1, printed
-        (line,) = (said for said in errors.splitlines() if said.startswith("zero_mpi"))  # NumPy warns too
+        (line,) = (text for text in errors.splitlines() if text.startswith("zero_mpi"))  # NumPy warns too
         assert "Traceback" not in errors
         assert reason in line
         assert told(tmp_path / "out") == ("failed", line.removeprefix("zero_mpi train: error: "))

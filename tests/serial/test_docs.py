@@ -32,11 +32,11 @@ def functions(path: Path) -> set[str]:
 def test_rows_are_of_commands_tests_and_parts_of_the_suite_that_exist():
     lines, script = all_lines(), (ROOT / ".ci" / "run").read_text()
     assert sorted(ROWS.keys() - set(map(row_of, lines))) == [], "no page has these commands"
-    for how in ROWS.values():
-        if isinstance(how, ByTest):
-            path, _, test = how.test.partition("::")
-            assert test in functions(ROOT / path), how.test
-        assert not isinstance(how, Suite) or re.search(rf"^ *{how.in_ci}", script, re.M), how
+    for row in ROWS.values():
+        if isinstance(row, ByTest):
+            path, _, test = row.test.partition("::")
+            assert test in functions(ROOT / path), row.test
+        assert not isinstance(row, Suite) or re.search(rf"^ *{row.in_ci}", script, re.M), row
 
 
 @pytest.mark.parametrize("target", [line for line in all_lines() if line.startswith("make ")])
@@ -73,10 +73,10 @@ def furnish(folder: Path, model: Path) -> None:
 
 
 def do(line: str, folder: Path) -> None:
-    how = how_of(line)
-    if not isinstance(how, Run | Make):
+    row = how_of(line)
+    if not isinstance(row, Run | Make):
         return
-    command, add = (how.prints if isinstance(how, Make) else line), how.add
+    command, add = (row.prints if isinstance(row, Make) else line), row.add
     head, redirect, target = re.sub(r"(?<=-n )[48]\b", "2", command).partition(" > ")
     status, printed, errors = run_command(
         ["bash", "-c", f"{head} {add}{redirect}{target}"],
@@ -84,9 +84,9 @@ def do(line: str, folder: Path) -> None:
         cwd=folder,
         env={"PATH": with_warm_python(folder.parent / "programs")},
     )
-    got = f"{line}\n(with {add or 'nothing'} added) ended with {status} and said\n{printed}\n{errors}"
-    assert status in getattr(how, "statuses", (0,)), got
-    assert re.search(how.says, printed), f"expected {how.says!r}: {got}"
+    message = f"{line}\n(with {add or 'nothing'} added) ended with {status} and said\n{printed}\n{errors}"
+    assert status in getattr(row, "statuses", (0,)), message
+    assert re.search(row.says, printed), f"expected {row.says!r}: {message}"
 
 
 @needs_mpiexec
@@ -139,6 +139,6 @@ def test_pictures_are_those_of_the_code_told_in_words_and_used(tools):
     for name, picture in new.items():
         assert (folder / name).read_text() == picture, f"{name} is out of date: python tools/figures.py"
         root = ElementTree.fromstring(picture)
-        got = [root.find(f"{{http://www.w3.org/2000/svg}}{part}").text for part in ("title", "desc")]
-        assert all(len(text) > 20 for text in got), name
+        texts = [root.find(f"{{http://www.w3.org/2000/svg}}{part}").text for part in ("title", "desc")]
+        assert all(len(text) > 20 for text in texts), name
         assert f"images/{name})" in pages, f"no page shows {name}"

@@ -32,8 +32,8 @@ def place(*nodes, **options):
     return Ranks(World(0, size), SerialComm(), None, nodes, names, Namespace(**options))
 
 
-def only(found):
-    (row,) = found
+def only(rows):
+    (row,) = rows
     return row
 
 
@@ -50,8 +50,8 @@ def quota(ranks, threads, cores):
 
 
 def level(name):
-    known = {f"THREAD_{name}": name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
-    return Namespace(**known, Query_thread=lambda: name)
+    levels = {f"THREAD_{name}": name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+    return Namespace(**levels, Query_thread=lambda: name)
 
 
 def limit(**other):
@@ -63,8 +63,8 @@ def limit(**other):
 
 def folder(*blind, **other):
     fine = {"system": KINDS["ext4"], "free": 1 << 40, "written": 16 << 20, "synced": 0.1}
-    got = measures.folder_rows(Path("run"), measures.Trial(**fine | other), list(blind))
-    return only(row for row in got if row.verdict != OK)
+    rows = measures.folder_rows(Path("run"), measures.Trial(**fine | other), list(blind))
+    return only(row for row in rows if row.verdict != OK)
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}
@@ -114,17 +114,17 @@ def test_verdicts(row, verdict, text, monkeypatch):
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "8")
     for name in hosts.environment.THREADS[1:]:
         monkeypatch.delenv(name, raising=False)
-    found = row()
-    assert (found.verdict, text in found.value + found.remedy) == (verdict, True), found
+    result = row()
+    assert (result.verdict, text in result.value + result.remedy) == (verdict, True), result
 
 
 def test_latency_and_bandwidth_are_those_of_a_small_and_a_large_message(monkeypatch):
     monkeypatch.setattr(
-        measures, "seconds_of", lambda where, ring, nbytes: 1e-5 + (nbytes > 64) * nbytes * 1e-9
+        measures, "seconds_of", lambda job, ring, nbytes: 1e-5 + (nbytes > 64) * nbytes * 1e-9
     )
-    where = place((0, 1), (2, 3), quick=True)
-    assert [row.what for row in measures.links(where)] == ["link in a node", "network"]
-    node, between = where.figures["links"]["node"], where.figures["links"]["between"]
+    job = place((0, 1), (2, 3), quick=True)
+    assert [row.what for row in measures.links(job)] == ["link in a node", "network"]
+    node, between = job.figures["links"]["node"], job.figures["links"]["between"]
     assert node["alpha_seconds"] == between["alpha_seconds"] == 1e-5
     assert node["beta_seconds_per_byte"] == pytest.approx(1e-9)
     assert between["beta_seconds_per_byte"] == pytest.approx(5e-10), "two ranks share the link"
@@ -136,11 +136,11 @@ def test_latency_and_bandwidth_are_those_of_a_small_and_a_large_message(monkeypa
 def test_a_host_on_which_others_compute_is_a_note(threads, cores, others, tmp_path, monkeypatch):
     monkeypatch.setattr(hosts, "PROC", tmp_path)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    where = place((0, 1))
-    assert list(hosts.load(where)) == [], "unknown load gives no note"
+    job = place((0, 1))
+    assert list(hosts.load(job)) == [], "unknown load gives no note"
     (tmp_path / "loadavg").write_text(f"0.23 0.27 0.14 {threads}/931 7039\n")
-    found = [(row.verdict, row.value.split()[0]) for row in hosts.load(where)]
-    assert found == [(NOTE, str(others))] * (others is not None)
+    verdicts = [(row.verdict, row.value.split()[0]) for row in hosts.load(job)]
+    assert verdicts == [(NOTE, str(others))] * (others is not None)
 
 
 def test_little_shared_memory_is_a_note(monkeypatch):
@@ -170,8 +170,8 @@ def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch
     monkeypatch.setattr(hosts, "PROBE_SECONDS", 1.0)
     monkeypatch.setattr(hosts, "installed", lambda name: "")
     code = CHILD.replace("{}", NAMES, 1).replace("{}", end)
-    found = hosts.find_devices([sys.executable, "-c", code], ["/"])
-    devices, cupy, aware = hosts.device_rows([found], ("a",))
+    probed = hosts.find_devices([sys.executable, "-c", code], ["/"])
+    devices, cupy, aware = hosts.device_rows([probed], ("a",))
     assert "2 devices (X1)" in devices.value
     assert cupy.remedy.startswith("pip install")
     assert (text in aware.value, aware.verdict) == (True, verdict)
@@ -183,22 +183,22 @@ def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch
 def test_a_driver_that_does_not_work_is_a_note_and_the_probe_knows_nothing_of_the_job():
     """A probe without a driver gives a note; a probe whose program does not exist gives an error."""
     names = ("PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALRANKID", "SLURM_JOB_ID", "PMIX_ID")
-    kept = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
-    assert probe.outside_job(dict.fromkeys(names, "1") | kept) == kept
+    environ = {"PATH": "/bin", "OMPI_MCA_pml": "ucx", "UCX_TLS": "sm", "PMIX_PREFIX": "/opt/mpi"}
+    assert probe.outside_job(dict.fromkeys(names, "1") | environ) == environ
     assert "cannot be started" in hosts.find_devices(["/no/such/program"], ["/"]).error
     if any(map(os.path.exists, hosts.DRIVER)):
         pytest.skip("this machine has a driver")
-    found = hosts.find_devices(driver=["/"])
-    assert "libcuda.so.1" in found.error
-    assert only(hosts.device_rows([found], ("a",))).verdict == NOTE
+    devices = hosts.find_devices(driver=["/"])
+    assert "libcuda.so.1" in devices.error
+    assert only(hosts.device_rows([devices], ("a",))).verdict == NOTE
 
 
 def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
     for out in (tmp_path / "new" / "run", tmp_path / "kept"):
-        got = measures.run_folder(place((0,), out=str(out)))
-        assert [row.what for row in got] == ["run folder", "disk", "seen by all hosts"]
-        assert [row.verdict for row in got][::2] == [OK if file_system(tmp_path).lasting else NOTE, OK]
-        assert file_system(tmp_path).kind in got[0].value
+        rows = measures.run_folder(place((0,), out=str(out)))
+        assert [row.what for row in rows] == ["run folder", "disk", "seen by all hosts"]
+        assert [row.verdict for row in rows][::2] == [OK if file_system(tmp_path).lasting else NOTE, OK]
+        assert file_system(tmp_path).kind in rows[0].value
         assert [path.name for path in tmp_path.rglob("*")] == ["kept"] * (tmp_path / "kept").exists()
         (tmp_path / "kept").mkdir(exist_ok=True)
 
@@ -221,56 +221,56 @@ def test_one_process_without_mpi(tmp_path, capsys):
     figures = tmp_path / "figures.json"
     arguments = ["--quick", "--out", str(tmp_path / "run"), "--json", str(figures)]
     assert doctor.command(World(0, 1), arguments) == 0
-    said, found = capsys.readouterr().out, json.loads(figures.read_text())
-    assert (found["ranks"], found["nodes"], found["links"]) == (1, 1, {"node": None, "between": None})
-    assert found["flops_per_second_per_rank"] > 1e8
-    assert (1 << 20) < found["memory_bytes_per_rank"] < 1 << 50
-    names = [row["what"] for row in found["rows"]]
+    output, report = capsys.readouterr().out, json.loads(figures.read_text())
+    assert (report["ranks"], report["nodes"], report["links"]) == (1, 1, {"node": None, "between": None})
+    assert report["flops_per_second_per_rank"] > 1e8
+    assert (1 << 20) < report["memory_bytes_per_rank"] < 1 << 50
+    names = [row["what"] for row in report["rows"]]
     assert {"MPI threads", "links", "shared window", "speed", "bf16", "disk"} <= set(names)
-    assert all(name in said for name in names)
-    assert "0 bad" in said.splitlines()[-1]
+    assert all(name in output for name in names)
+    assert "0 bad" in output.splitlines()[-1]
 
 
 def examine(count, tmp_path, *flags, env=None):
     """Run `doctor --quick`; return its status, rows by name, figures and output."""
     figures = tmp_path / "figures.json"
     args = ["--quick", "--json", str(figures), *(flags or ["--out", str(tmp_path / "run")])]
-    status, said, errors = run_job(count, ["-m", "zero_mpi", "doctor", *args], timeout=50, env=env)
-    assert figures.exists(), said + errors
-    found = json.loads(figures.read_text())
-    return status, {row["what"]: row for row in found["rows"]}, found, said + errors
+    status, output, errors = run_job(count, ["-m", "zero_mpi", "doctor", *args], timeout=50, env=env)
+    assert figures.exists(), output + errors
+    report = json.loads(figures.read_text())
+    return status, {row["what"]: row for row in report["rows"]}, report, output + errors
 
 
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rows_are_true(ranks, tmp_path):
-    status, got, found, said = examine(ranks, tmp_path)
-    assert status == 0, said
-    assert (found["ranks"], found["nodes"], found["ranks_per_node"]) == (ranks, 1, ranks)
-    assert got["launcher"]["value"] == cli_text.plural(ranks, "rank")
-    assert cli_text.ranks(range(ranks)) in got[f"host {platform.node()}"]["value"]
-    assert got["ranks and cores"]["verdict"] == (NOTE if ranks > CORES else OK)
-    assert got["shared window"]["verdict"] == OK
-    assert said.splitlines().count("") == 0
-    assert found["links"]["between"] is None
-    assert 0 < found["links"]["node"]["alpha_seconds"] < 0.5
-    assert 0 <= found["links"]["node"]["beta_seconds_per_byte"] < 1e-6
+    status, rows, report, output = examine(ranks, tmp_path)
+    assert status == 0, output
+    assert (report["ranks"], report["nodes"], report["ranks_per_node"]) == (ranks, 1, ranks)
+    assert rows["launcher"]["value"] == cli_text.plural(ranks, "rank")
+    assert cli_text.ranks(range(ranks)) in rows[f"host {platform.node()}"]["value"]
+    assert rows["ranks and cores"]["verdict"] == (NOTE if ranks > CORES else OK)
+    assert rows["shared window"]["verdict"] == OK
+    assert output.splitlines().count("") == 0
+    assert report["links"]["between"] is None
+    assert 0 < report["links"]["node"]["alpha_seconds"] < 0.5
+    assert 0 <= report["links"]["node"]["beta_seconds_per_byte"] < 1e-6
 
 
 @needs_mpiexec
 def test_faults_of_one_job(tmp_path):
     """The job has two simulated hosts, an impossible run folder and too many threads."""
     env = {"ZERO_MPI_RANKS_PER_NODE": "2", "OPENBLAS_NUM_THREADS": "64"}
-    status, got, found, said = examine(4, tmp_path, "--out", "/dev/null/run", env=env)
-    assert status == 1, said
-    assert got["run folder"]["verdict"] == BAD
+    status, rows, report, output = examine(4, tmp_path, "--out", "/dev/null/run", env=env)
+    assert status == 1, output
+    assert rows["run folder"]["verdict"] == BAD
     if CORES > 1:  # OpenBLAS uses at most as many threads as cores, on each of two ranks
-        assert "unset OPENBLAS_NUM_THREADS" in got["threads"]["remedy"]
+        assert "unset OPENBLAS_NUM_THREADS" in rows["threads"]["remedy"]
     name = platform.node()
-    assert [host["name"] for host in found["hosts"]] == [name, f"{name} (2)"]
-    assert (found["nodes"], found["ranks_per_node"]) == (2, 2)
-    assert "uneven hosts" in got
-    assert 0 <= found["links"]["between"]["beta_seconds_per_byte"] < 1e-6
+    assert [host["name"] for host in report["hosts"]] == [name, f"{name} (2)"]
+    assert (report["nodes"], report["ranks_per_node"]) == (2, 2)
+    assert "uneven hosts" in rows
+    assert 0 <= report["links"]["between"]["beta_seconds_per_byte"] < 1e-6
 
 
 STANDING = """
@@ -290,7 +290,7 @@ def test_a_check_that_hangs_is_named_and_ended(tmp_path):
     script = tmp_path / "standing.py"
     script.write_text(STANDING)
     flags = ["--quick", "--timeout", "3", "--out", str(tmp_path / "run")]
-    status, said, errors = run_job(2, [str(script), *flags], timeout=50, warm=False)
-    assert status == 86, said + errors
+    status, output, errors = run_job(2, [str(script), *flags], timeout=50, warm=False)
+    assert status == 86, output + errors
     assert "speed of products" in errors
-    assert "run folder" in said
+    assert "run folder" in output

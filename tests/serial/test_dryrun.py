@@ -81,12 +81,12 @@ def test_it_says_where_the_run_would_go_on_and_changes_nothing(folder):
 def test_what_a_run_would_refuse_is_refused_with_the_same_line(folder):
     assert train(1, folder, "--steps", "1")[0] == 0
     before = tree(folder)
-    for refused in (["--seed", "1"], ["--freeze", "nothing*"], ["--context", "4096"]):
-        dry = train(1, folder, *refused, "--dry-run")
+    for options in (["--seed", "1"], ["--freeze", "nothing*"], ["--context", "4096"]):
+        dry = train(1, folder, *options, "--dry-run")
         assert tree(folder) == before
         assert dry[0] == 2, dry
         assert len(dry[2].splitlines()) == 1
-        real = train(1, folder, *refused)
+        real = train(1, folder, *options)
         assert real == dry
         before = tree(folder)
 
@@ -113,8 +113,8 @@ def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
         r"\(206,[0-9,]+ parameters\), .* GiB .*--mem.*\n",
         errors,
     )
-    without = partial(re.sub, "[0-9.]+ GiB are free", "")
-    assert without(train(2, folder, *huge)[2]) == without(errors)
+    strip = partial(re.sub, "[0-9.]+ GiB are free", "")
+    assert strip(train(2, folder, *huge)[2]) == strip(errors)
     assert re.search(
         r"(?m)^transport +messages, because \S+ MiB of shared memory .*/dev/shm has .* free "
         r"\(chosen by --transport auto\)$",
@@ -126,27 +126,27 @@ def test_a_model_that_shared_memory_cannot_hold_would_go_by_messages(folder):
 @needs_mpiexec
 def test_a_checkpoint_is_as_large_as_it_says(folder):
     adapters = ["--init", str(folder / "run" / "latest" / "model.gguf"), "--lora", "16", "--dim", "32"]
-    for name, more in {"run": [], "average": ["--ema", "0.9"], "adapters": adapters}.items():
-        more = [*more, "--steps", "1", "--out", name]
-        printed = train(1, folder, *more, "--dry-run")[1]
-        said = re.search(r"(?m)^writes .*, about ([0-9.]+) ([KM])iB each, ", printed)
-        status, _, errors = train(1, folder, *more)
+    for name, options in {"run": [], "average": ["--ema", "0.9"], "adapters": adapters}.items():
+        options = [*options, "--steps", "1", "--out", name]
+        printed = train(1, folder, *options, "--dry-run")[1]
+        match = re.search(r"(?m)^writes .*, about ([0-9.]+) ([KM])iB each, ", printed)
+        status, _, errors = train(1, folder, *options)
         assert (status, errors) == (0, "")
-        written = sum(path.stat().st_size for path in (folder / name / "step-00000001").iterdir())
+        total = sum(path.stat().st_size for path in (folder / name / "step-00000001").iterdir())
         keys = 40_000  # maximum bytes of keys, names and digests in the files of a checkpoint
-        assert written - keys < float(said[1]) * 2 ** {"K": 10, "M": 20}[said[2]] < written
+        assert total - keys < float(match[1]) * 2 ** {"K": 10, "M": 20}[match[2]] < total
 
 
 def test_a_disk_that_is_nearly_full_is_told_or_refused(folder, monkeypatch):
     """The run needs disk space for the kept checkpoints and one more, minus the existing checkpoints."""
     monkeypatch.chdir(folder)
-    each = checkpoint_bytes(flags.make_case(parse(FLAGS), flags.find_model(parse(FLAGS)), 1, 1))
+    size = checkpoint_bytes(flags.make_case(parse(FLAGS), flags.find_model(parse(FLAGS)), 1, 1))
     cases = [(4, 3, 0, False, False), (3.9, 3, 0, False, True), (3.9, 3, 1, False, False)]
     cases += [(1, 3, 9, False, False), (1.9, 1, 0, False, True), (0.9, 3, 9, True, False)]
-    for checkpoints, keep, there, refused, warned in cases:
-        usage = shutil._ntuple_diskusage(0, 0, int(checkpoints * each))
+    for checkpoints, keep, count, refused, warned in cases:
+        usage = shutil._ntuple_diskusage(0, 0, int(checkpoints * size))
         monkeypatch.setattr(shutil, "disk_usage", lambda place, usage=usage: usage)
-        for number in range(there):
+        for number in range(count):
             (folder / "run" / f"step-{number:08}").mkdir(parents=True, exist_ok=True)
         config = parse([*FLAGS, "--steps", "9", "--keep", str(keep), "--resume", "never"])
         if refused:

@@ -41,15 +41,15 @@ class Stopping:
             patch.setattr(os, name, self.watching(name, getattr(os, name)))
 
     def watching(self, name: str, real: Callable[..., object]) -> Callable[..., object]:
-        def call(*arguments: object, **more: object) -> object:
+        def call(*arguments: object, **options: object) -> object:
             if threading.get_ident() != self.thread:
-                return real(*arguments, **more)
+                return real(*arguments, **options)
             self.count += 1
             if self.count == self.stop_at:
                 if name == "write":
                     real(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
                 self.action()
-            return real(*arguments, **more)
+            return real(*arguments, **options)
 
         return call
 
@@ -84,9 +84,9 @@ def test_a_file_whose_writing_is_refused_is_as_it_was(name, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             stopping = Stopping(stop_at, refuse)
             stopping.install(patch)
-            said = error_of(lambda: WRITERS[name](tmp_path))
+            error = error_of(lambda: WRITERS[name](tmp_path))
         for word in (str(tmp_path / name), os.strerror(errno.ENOSPC)):
-            assert not said or word in said
+            assert not error or word in error
         if stopping.count < stop_at:
             break
         content = (tmp_path / name).read_text()
@@ -106,7 +106,7 @@ def test_a_file_whose_writer_is_killed_is_the_old_or_the_new_one(name, tmp_path)
     (tmp_path / "out").mkdir()
     for stop_at in itertools.count(1):
         (tmp_path / "out" / name).write_text(OLD)
-        killed = is_killed(lambda at=stop_at: write_and_die(name, tmp_path / "out", at))
+        killed = is_killed(lambda stop=stop_at: write_and_die(name, tmp_path / "out", stop))
         content = (tmp_path / "out" / name).read_text().replace(str(tmp_path / "out"), "OUT")
         assert content in (OLD, new) or name == "status.json"
         assert content[-2:] in (OLD[-2:], new[-2:]), "half a file"

@@ -25,12 +25,12 @@ def losses(out):
     return {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
 
 
-def expected_end(found, patience):
+def expected_end(curve, patience):
     """Return (last step, best step) by the definition, from the losses of a run without patience."""
-    best, since = None, 0
-    for step, loss in found.items():
-        best, since = (step, 0) if best is None or loss < found[best] else (best, since + 1)
-        if since == patience:
+    best, count = None, 0
+    for step, loss in curve.items():
+        best, count = (step, 0) if best is None or loss < curve[best] else (best, count + 1)
+        if count == patience:
             break
     return step, best
 
@@ -63,7 +63,7 @@ def stopped(flags, tmp_path_factory):
 
 @needs_mpiexec
 def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
-    out, said = stopped
+    out, output = stopped
     last, best = expected_end(endless, 3)
     assert best > 2, "the best must not be the first"
     assert last < 40
@@ -72,16 +72,16 @@ def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
     assert [os.readlink(out / name) for name in ("latest", "best")] == checkpoints(out)[::-1]
     assert best_of(out / "best") == Best(endless[best], best, 0)
     assert best_of(out / "latest") == Best(endless[best], best, 3)
-    (line,) = [line for line in said.splitlines() if "stopped early" in line]
+    (line,) = [line for line in output.splitlines() if "stopped early" in line]
     for part in (f"after step {last}, {WHY}", f"{endless[best]:.4f} nats", f"of step {best}: {out}/best"):
         assert part in line
-    happened = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    (early,) = [event for event in happened if event["event"] == "early-stop"]
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    (early,) = [event for event in events if event["event"] == "early-stop"]
     assert (early["step"], early["best_step"], early["val_loss"]) == (last, best, endless[best])
     assert early["evaluations"] == 3
     status = status_of(out)
     assert (status["state"], status["step"], status["steps"]) == ("done", last, 40)
-    assert status["reason"] == happened[-1]["reason"]
+    assert status["reason"] == events[-1]["reason"]
     assert WHY in status["reason"]
 
 
@@ -115,19 +115,19 @@ def test_it_stays_as_it_is_until_more_patience_is_given(again, endless, flags):
     last, _ = expected_end(endless, 3)
     (line,) = train(2, again, *flags, "--steps", "40", "--patience", "3").splitlines()
     assert f"step {last}, where the run stopped early, {WHY}" in line
-    later, _ = expected_end(endless, 5)
+    end, _ = expected_end(endless, 5)
     train(2, again, *flags, "--steps", "40", "--patience", "5")
-    assert losses(again) == {step: loss for step, loss in endless.items() if step <= later}
+    assert losses(again) == {step: loss for step, loss in endless.items() if step <= end}
 
 
 @needs_mpiexec
 def test_best_is_of_the_run_that_goes_on(again, endless, flags, tmp_path):
     """`best` may be the last checkpoint. A run that starts over drops the link and later sets a new one."""
     first = min(endless)
-    said = train(2, tmp_path / "new", *flags, "--steps", str(first), "--patience", "3")
-    assert f"{endless[first]:.4f} nats per token, of step {first}: " in said
-    new = tmp_path / "new"
-    assert os.readlink(new / "best") == os.readlink(new / "latest"), "the last checkpoint may be the best"
+    output = train(2, tmp_path / "new", *flags, "--steps", str(first), "--patience", "3")
+    assert f"{endless[first]:.4f} nats per token, of step {first}: " in output
+    out = tmp_path / "new"
+    assert os.readlink(out / "best") == os.readlink(out / "latest"), "the last checkpoint may be the best"
     train(1, again, *flags, "--steps", "1", "--resume", "never")
     assert not (again / "best").is_symlink()
     train(1, again, *flags, "--steps", "2", "--patience", "9")
@@ -142,9 +142,9 @@ def test_a_best_that_lies_elsewhere_is_not_taken_for_one_here(stopped, endless, 
     train(1, other, *flags, "--steps", str(best), "--lr", "0.001", "--patience", "40")
     assert os.readlink(other / "best") == f"step-{best:08d}"
     worse = ["--steps", str(last + 1), "--patience", "9", "--lr", "3"]
-    said = train(1, other, *flags, *worse, "--resume", str(stopped[0] / "latest"))
+    output = train(1, other, *flags, *worse, "--resume", str(stopped[0] / "latest"))
     assert losses(other)[last + 1] > endless[best]
-    assert f"of step {best}: its checkpoint is not in this folder" in said
+    assert f"of step {best}: its checkpoint is not in this folder" in output
     assert not (other / "best").is_symlink()
 
 

@@ -34,9 +34,9 @@ def encoded(monkeypatch):
     count = []
     encode = ByteTokenizer.encode_batch
 
-    def counted(self, texts, **named):
+    def counted(self, texts, **options):
         count.append(len(texts))
-        return encode(self, texts, **named)
+        return encode(self, texts, **options)
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", counted)
     return lambda: sum(count)
@@ -56,17 +56,17 @@ def test_what_was_encoded_is_found_again(cache, encoded, tmp_path, monkeypatch):
     folder = texts(tmp_path / "texts")
     first = load(folder, val_fraction=0.2)
     assert encoded() == 5
-    again = load(folder, val_fraction=0.2)
+    second = load(folder, val_fraction=0.2)
     assert encoded() == 5
-    assert isinstance(again.train.ids, TokenSpans)
+    assert isinstance(second.train.ids, TokenSpans)
     monkeypatch.setattr(documents, "MOST_HELD", 0)
-    assert again.train.nbytes == again.train.ends.nbytes
+    assert second.train.nbytes == second.train.ends.nbytes
     monkeypatch.setattr(encoded_cache, "LEAST", 1 << 30)
-    held = load(folder, val_fraction=0.2)
-    for each in (first, again):
-        assert (ids(each.train), ids(each.val)) == (ids(held.train), ids(held.val))
-        assert each.train.ends.tolist() == held.train.ends.tolist()
-        assert (each.sha256, each.notes, each.documents) == (held.sha256, held.notes, held.documents)
+    cold = load(folder, val_fraction=0.2)
+    for copy in (first, second):
+        assert (ids(copy.train), ids(copy.val)) == (ids(cold.train), ids(cold.val))
+        assert copy.train.ends.tolist() == cold.train.ends.tolist()
+        assert (copy.sha256, copy.notes, copy.documents) == (cold.sha256, cold.notes, cold.documents)
 
 
 def test_another_text_or_reading_is_encoded_anew(cache, encoded, tmp_path):
@@ -115,8 +115,8 @@ def test_an_entry_that_is_not_sound_is_made_anew(harm, cache, encoded, tmp_path)
         harmed = change(content)
         (entry / name).write_bytes(harmed.encode() if isinstance(harmed, str) else harmed)
     for _ in range(2):
-        found = load(folder)
-        assert (found.sha256, found.notes, encoded()) == (digest, (), 10)
+        result = load(folder)
+        assert (result.sha256, result.notes, encoded()) == (digest, (), 10)
     assert (entry / name).read_bytes() == content
 
 
@@ -134,9 +134,9 @@ def test_text_that_changes_while_it_is_read_is_refused(cache, tmp_path, monkeypa
     folder = texts(tmp_path / "texts")
     encode = ByteTokenizer.encode_batch
 
-    def changes(self, given, **named):
+    def changes(self, batch, **options):
         put(folder / "0.txt", f"{time.time()} " * 30)
-        return encode(self, given, **named)
+        return encode(self, batch, **options)
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", changes)
     with pytest.raises(UsageError, match="--data changed while it was read: start again"):
@@ -190,8 +190,8 @@ CASES += [("bpe", "no seams"), ("bpe", "conversations")]
 
 def data(folder, form):
     if form == "conversations":
-        asked, answer = {"role": "user", "content": "hello"}, {"role": "assistant"}
-        lines = ({"messages": [asked, answer | {"content": f"hell {n} " * 90}]} for n in range(20))
+        question, answer = {"role": "user", "content": "hello"}, {"role": "assistant"}
+        lines = ({"messages": [question, answer | {"content": f"hell {n} " * 90}]} for n in range(20))
         return put(folder / "a.jsonl", "\n".join(map(json.dumps, lines)))
     if form == "documents":
         for number in range(40):
@@ -201,20 +201,20 @@ def data(folder, form):
     return put(folder / "a.txt", "".join(map(word.format, range(500))))
 
 
-def corpus(path, kind, **more):
+def corpus(path, kind, **changes):
     tokenizer = tokenizer_from_metadata(KINDS[kind]())
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "vocab_size": tokenizer.vocab_size}
-    return load_corpus([str(path)], tokenizer=tokenizer, **options, **more)
+    return load_corpus([str(path)], tokenizer=tokenizer, **options, **changes)
 
 
 def test_a_cached_start_says_the_same_of_conversations(cache, tmp_path):
     """A cached text gives the same notes; --skip-bad is part of a cache entry's name."""
     path = data(tmp_path / "data", "conversations")
     path.write_text(path.read_text() + "\n{broken")
-    first, again = (corpus(path, "bpe", skip_bad=True) for _ in range(2))
-    assert first.notes == again.notes
+    first, second = (corpus(path, "bpe", skip_bad=True) for _ in range(2))
+    assert first.notes == second.notes
     assert len(list(cache.iterdir())) == 1
-    assert [isinstance(note, Remark) for note in again.notes] == [True, True, False]
+    assert [isinstance(note, Remark) for note in second.notes] == [True, True, False]
     with pytest.raises(UsageError, match=r"a\.jsonl, line 21: "):
         corpus(path, "bpe")
 
@@ -223,7 +223,7 @@ def test_a_cached_start_says_the_same_of_conversations(cache, tmp_path):
 def test_encoding_goes_on_where_it_was_ended(kind, form, cache, batches, tmp_path):
     seen, ends_at = batches
     path = data(tmp_path / "data", form)
-    wanted = ids(corpus(path, kind, batches=Batches(cached=False)).train)
+    expected = ids(corpus(path, kind, batches=Batches(cached=False)).train)
     number = len(seen)
     assert number > 8
     seen.clear()
@@ -231,14 +231,14 @@ def test_encoding_goes_on_where_it_was_ended(kind, form, cache, batches, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         corpus(path, kind)
     assert len(seen) == number // 2
-    (kept,) = cache.iterdir()
-    harmed, *_, lost = sorted(kept.iterdir())
-    content = harmed.read_bytes()
-    harmed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    lost.unlink()
+    (store,) = cache.iterdir()
+    first, *_, last = sorted(store.iterdir())
+    content = first.read_bytes()
+    first.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    last.unlink()
     ends_at[0] = None
-    found = corpus(path, kind)
-    assert ids(found.train) == wanted
+    actual = corpus(path, kind)
+    assert ids(actual.train) == expected
     assert len(seen) <= number + 2, "only damaged batches are encoded again"
     (entry,) = cache.iterdir()
     assert (entry / "ids.bin").exists()
@@ -256,7 +256,7 @@ def test_each_batch_and_file_is_a_sign_of_life(kind, form, cached, cache, batche
 
 def test_what_a_killed_job_left_goes_after_a_day(cache, tmp_path):
     for name, age in (("new-old", 2), ("new-young", 0)):
-        left = put(cache / name / "ids.bin", "x")
-        os.utime(left, (time.time() - age * 86400,) * 2)
+        file = put(cache / name / "ids.bin", "x")
+        os.utime(file, (time.time() - age * 86400,) * 2)
     load(texts(tmp_path / "texts"))
     assert {path.name for path in cache.glob("new-*")} == {"new-young"}

@@ -56,9 +56,9 @@ def test_cores_are_handed_over_only_where_ranks_outnumber_them(name):
 
 def test_what_the_user_says_about_yielding_stays():
     name = next(iter(YIELDING))
-    found = prepared(MPI_LOCALNRANKS="8", **{name: "0"})
-    assert found[name] == "0"
-    assert all(found[other] == value for other, value in YIELDING.items() if other != name)
+    environ = prepared(MPI_LOCALNRANKS="8", **{name: "0"})
+    assert environ[name] == "0"
+    assert all(environ[other] == value for other, value in YIELDING.items() if other != name)
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK"])
@@ -104,8 +104,8 @@ HEAVY = ["mpi4py", "mpi4py.MPI", "numpy", "cupy"]
 def test_importing_the_package_loads_neither_mpi_nor_arrays(module):
     environ = {name: value for name, value in clean_environment().items() if name not in THREADS}
     command = [sys.executable, "-c", IMPORTED.format(module=module, heavy=HEAVY)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
-    loaded, environ = json.loads(done.stdout)
+    result = subprocess.run(command, capture_output=True, text=True, env=environ, check=True)
+    loaded, environ = json.loads(result.stdout)
     assert loaded == []
     assert {name: environ[name] for name in THREADS} == dict.fromkeys(THREADS, "1")
 

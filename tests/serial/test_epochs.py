@@ -24,8 +24,8 @@ SMALL += ["--batch-size", "4", "--micro-batch", "3", "--warmup", "2", "--val-fra
     [(1, 10, 5, 2), (1, 11, 5, 3), (3, 10, 4, 8), (2, 3, 100, 1), (7, 1, 1, 7), (1 << 60, 6, 6, 1 << 60)],
 )
 def test_every_window_is_seen_so_often_and_no_step_is_too_many(epochs, windows, batch, steps):
-    counted = in_steps(Config(epochs=epochs, batch_size=batch), windows)
-    assert (counted.steps, counted.epochs) == (steps, None)
+    config = in_steps(Config(epochs=epochs, batch_size=batch), windows)
+    assert (config.steps, config.epochs) == (steps, None)
     assert (steps - 1) * batch < epochs * windows <= steps * batch
     if steps < 100:
         seen = window_of(np.arange(epochs * windows), windows, 0).tolist()
@@ -38,8 +38,8 @@ def test_every_window_is_seen_so_often_and_no_step_is_too_many(epochs, windows, 
 )
 def test_a_warm_up_is_a_number_or_a_share_of_the_steps(wanted, steps, warmup):
     assert Config(steps=steps, warmup=wanted).warmup == warmup
-    later = Config(epochs=steps, warmup=wanted, batch_size=5)
-    assert in_steps(later, 5).warmup == warmup
+    config = Config(epochs=steps, warmup=wanted, batch_size=5)
+    assert in_steps(config, 5).warmup == warmup
 
 
 def test_a_file_of_settings_has_a_warm_up_as_a_share_or_a_number(tmp_path):
@@ -69,11 +69,11 @@ def test_flags_win_over_the_other_one_in_the_file(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("epochs = 3\n")
     assert (parse(["--config", str(path)]).epochs, parse(["--config", str(path)]).steps) == (3, None)
-    found = parse(["--config", str(path), "--steps", "9"])
-    assert (found.epochs, found.steps) == (None, 9)
+    config = parse(["--config", str(path), "--steps", "9"])
+    assert (config.epochs, config.steps) == (None, 9)
     path.write_text("steps = 440\n")
-    found = parse(["--config", str(path), "--epochs", "9"])
-    assert (found.epochs, found.steps) == (9, None)
+    config = parse(["--config", str(path), "--epochs", "9"])
+    assert (config.epochs, config.steps) == (9, None)
     read(["--config", str(path), "--epochs", "9", "--vocab-size", "300"])  # in `plan` too
     path.write_text("steps = 440\nepochs = 1\n")
     for flags in (["--config", str(path)], ["--steps", "440", "--epochs", "1"]):
@@ -99,8 +99,8 @@ def by_steps(flags, tmp_path_factory):
 @needs_mpiexec
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_is_the_run_of_so_many_steps(ranks, flags, by_steps, tmp_path):
-    said = train(ranks, tmp_path / "out", *flags, "--epochs", "2")
-    assert re.search("steps: +15, 2.0 epochs; .* 0.004 after 2 ", said)
+    output = train(ranks, tmp_path / "out", *flags, "--epochs", "2")
+    assert re.search("steps: +15, 2.0 epochs; .* 0.004 after 2 ", output)
     assert_same_run(tmp_path / "out", by_steps)
     assert fields(tmp_path / "out", "lr") == fields(by_steps, "lr")
     settings = tomllib.loads((tmp_path / "out" / "config.toml").read_text())
@@ -116,6 +116,6 @@ def test_a_run_made_longer_before_it_decays_is_the_longer_run(flags, tmp_path):
     train(1, tmp_path / "whole", *flags, "--steps", "9")
     train(2, tmp_path / "out", *flags, "--steps", "7", "--save-every", "3", "--keep", "0")
     folder = str(tmp_path / "out" / "step-00000003")
-    said = train(1, tmp_path / "more", *flags, "--steps", "9", "--resume", folder)
-    assert "--steps was 7, now 9" in said
+    output = train(1, tmp_path / "more", *flags, "--steps", "9", "--resume", folder)
+    assert "--steps was 7, now 9" in output
     assert fields(tmp_path / "more") == fields(tmp_path / "whole")[3:]

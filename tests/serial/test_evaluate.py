@@ -91,10 +91,10 @@ def test_losses_of_windows_are_those_of_the_logits(folder, context, stride):
     model, ids = TextModel(folder / "new.gguf"), text_ids()
     starts = range(0, len(ids) - context, stride)
     windows = [surprises(model, ids[start : start + context + 1]) for start in starts]
-    new = [found[context - stride if place else 0 :] for place, found in enumerate(windows)]
+    tails = [found[context - stride if place else 0 :] for place, found in enumerate(windows)]
     text, found = figures["text"], figures["models"][0]["text"]
-    np.testing.assert_allclose(found["window_losses"], [each.mean() for each in new], rtol=1e-5)
-    total, tokens = sum(each.sum() for each in new), sum(map(len, new))
+    np.testing.assert_allclose(found["window_losses"], [tail.mean() for tail in tails], rtol=1e-5)
+    total, tokens = sum(tail.sum() for tail in tails), sum(map(len, tails))
     assert (text["windows"], text["tokens"]) == (len(windows), tokens)
     assert text["tokens_after_the_last_window"] == len(ids) - 1 - tokens
     nbytes = tokens - (text["tokens_after_the_last_window"] == 0)  # EOS has no bytes
@@ -127,26 +127,26 @@ def test_the_same_text_on_any_ranks_and_over_any_transport(folder):
     flags = ["new.gguf", "--data", "text", "--choices", "questions.jsonl", "--against", "old.gguf"]
     printed, figures = evaluate(folder, *flags)
     for ranks, transport in [(3, "auto"), (2, "mpi"), (3, "shared")]:
-        again = evaluate(folder, *flags, "--transport", transport, ranks=ranks)
-        assert again == (printed, figures), f"{ranks} ranks, {transport}"
+        result = evaluate(folder, *flags, "--transport", transport, ranks=ranks)
+        assert result == (printed, figures), f"{ranks} ranks, {transport}"
 
 
 @needs_mpiexec
 def test_windows_are_spread_and_precision_is_a_choice(folder):
     _, exact = evaluate(folder, "new.gguf", "--data", "text", "--micro-batch", "1")
-    _, some = evaluate(folder, "new.gguf", "--data", "text", "--windows", "3", "--micro-batch", "1")
+    _, subset = evaluate(folder, "new.gguf", "--data", "text", "--windows", "3", "--micro-batch", "1")
     losses = exact["models"][0]["text"]["window_losses"]
     count = len(losses)
     assert count > 3
-    chosen = [losses[place * count // 3] for place in range(3)]
-    assert some["models"][0]["text"]["window_losses"] == chosen
-    assert (some["text"]["windows"], some["text"]["windows_of_the_text"]) == (3, count)
+    expected = [losses[place * count // 3] for place in range(3)]
+    assert subset["models"][0]["text"]["window_losses"] == expected
+    assert (subset["text"]["windows"], subset["text"]["windows_of_the_text"]) == (3, count)
     flags = ["new.gguf", "--data", "text", "--precision", "bf16", "--json", "low.json"]
     assert run_job(2, ["-m", "zero_mpi", "evaluate", *flags], cwd=folder)[0] == 0  # prints a caution on speed
     low = json.loads((folder / "low.json").read_text())
-    here, there = (found["models"][0]["text"]["loss"] for found in (low, exact))
-    assert here != there
-    assert here == pytest.approx(there, rel=0.05)
+    coarse, fine = (figures["models"][0]["text"]["loss"] for figures in (low, exact))
+    assert coarse != fine
+    assert coarse == pytest.approx(fine, rel=0.05)
 
 
 # ------------------------------------------------------------------------------------- two models
@@ -155,20 +155,20 @@ def test_windows_are_spread_and_precision_is_a_choice(folder):
 @needs_mpiexec
 def test_a_second_model_reads_the_same_windows(folder):
     flags = ["--data", "text", "--choices", "questions.jsonl"]
-    alone = [evaluate(folder, path, *flags)[1] for path in ("new.gguf", "old.gguf")]
-    printed, both = evaluate(folder, "new.gguf", *flags, "--against", "old.gguf", ranks=2)
-    assert both["models"] == [found["models"][0] for found in alone]
-    ours, theirs = both["models"]
+    single = [evaluate(folder, path, *flags)[1] for path in ("new.gguf", "old.gguf")]
+    printed, report = evaluate(folder, "new.gguf", *flags, "--against", "old.gguf", ranks=2)
+    assert report["models"] == [figures["models"][0] for figures in single]
+    ours, theirs = report["models"]
     for name in ("loss", "perplexity", "bits_per_byte"):
-        assert both["difference"]["text"][name] == ours["text"][name] - theirs["text"][name]
-    for by in scores.BY:
-        assert both["difference"]["choices"]["right"][by] == (
-            ours["choices"]["right"][by] - theirs["choices"]["right"][by]
+        assert report["difference"]["text"][name] == ours["text"][name] - theirs["text"][name]
+    for kind in scores.BY:
+        assert report["difference"]["choices"]["right"][kind] == (
+            ours["choices"]["right"][kind] - theirs["choices"]["right"][kind]
         )
-    apart = np.array(ours["text"]["window_losses"]) - np.array(theirs["text"]["window_losses"])
-    error = apart.std(ddof=1) / math.sqrt(len(apart))  # windows of equal length
-    assert both["difference"]["text"]["standard_error"] == pytest.approx(error)
-    assert f"{both['difference']['text']['loss']:.6f}" in printed
+    change = np.array(ours["text"]["window_losses"]) - np.array(theirs["text"]["window_losses"])
+    error = change.std(ddof=1) / math.sqrt(len(change))  # windows of equal length
+    assert report["difference"]["text"]["standard_error"] == pytest.approx(error)
+    assert f"{report['difference']['text']['loss']:.6f}" in printed
 
 
 # ---------------------------------------------------------------------------------------- choices
@@ -180,7 +180,7 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
     printed, figures = evaluate(
         folder, "new.gguf", "--choices", "questions.jsonl", "--micro-batch", "3", ranks=2
     )
-    model, tokenizer, found = TextModel(folder / "new.gguf"), ByteTokenizer(), figures["models"][0]["choices"]
+    model, tokenizer, score = TextModel(folder / "new.gguf"), ByteTokenizer(), figures["models"][0]["choices"]
     right = dict.fromkeys(scores.BY, 0)
     for number, line in enumerate(QUESTIONS):
         question = [*line.get("question", line.get("context")).encode()] or [tokenizer.bos]
@@ -188,13 +188,13 @@ def test_answers_have_the_likelihood_of_their_tokens(folder):
         for answer in line["answers"]:
             ids = [*question, *answer.encode()]
             nats.append(-surprises(model, ids)[len(question) - 1 :].sum())
-        np.testing.assert_allclose(found["log_likelihoods"][number], nats, rtol=1e-5)
+        np.testing.assert_allclose(score["log_likelihoods"][number], nats, rtol=1e-5)
         sizes = np.array([len(answer.encode()) for answer in line["answers"]])
         assert figures["choices"]["answer_bytes"][number] == sizes.tolist()
         right["log_likelihood"] += int(np.argmax(nats)) == line["right"]
         right["per_byte"] += int(np.argmax(nats / sizes)) == line["right"]
         right["per_token"] = right["per_byte"]  # each token is one byte
-    assert found["right"] == right
+    assert score["right"] == right
     assert 0 < right["log_likelihood"] < right["per_byte"] < len(QUESTIONS), "the three counts must differ"
     assert f"{right['per_byte']} ({100 * right['per_byte'] / 3:.2f} %)" in printed
     assert "text" not in figures
@@ -208,9 +208,9 @@ def test_letters_and_bytes_are_those_without_the_space_in_front():
         ([" да", " yes ok"], [3.0, 6.2], (1, 0, 1)),
     ):
         choices = EncodedChoices([np.arange(3)] * 2, [1, 1], [2], [0], answers)
-        found = scores.choice_figures(np.array(nats), choices)
-        assert tuple(found[name] for name in scores.ACC) == expected
-    assert found["right"]["per_byte"] == 1, "this count includes the space"
+        figures = scores.choice_figures(np.array(nats), choices)
+        assert tuple(figures[name] for name in scores.ACC) == expected
+    assert figures["right"]["per_byte"] == 1, "this count includes the space"
 
 
 BAD_LINES = {
@@ -289,18 +289,18 @@ def test_divergence_is_that_of_the_logits_on_any_ranks(folder):
     models = [TextModel(folder / name) for name in ("new.gguf", "old.gguf")]
     ids, kl, squares, same = text_ids(), [], [], []
     starts = [i * CONTEXT for i in range(figures["text"]["windows_of_the_text"])]
-    picked = [starts[i * len(starts) // 3] for i in range(3)]
-    for start in picked:
+    sample = [starts[i * len(starts) // 3] for i in range(3)]
+    for start in sample:
         window = ids[start : start + CONTEXT]
         ours, base = (log_probabilities(model, window) for model in models)
         targets = ids[start + 1 : start + CONTEXT + 1]
         kl += (np.exp(base) * (base - ours)).sum(1).tolist()
-        apart = np.exp(ours) - np.exp(base)
-        squares += [float(apart[place, token] ** 2) for place, token in enumerate(targets)]
+        change = np.exp(ours) - np.exp(base)
+        squares += [float(change[place, token] ** 2) for place, token in enumerate(targets)]
         same += (ours.argmax(1) == base.argmax(1)).tolist()
-    found = figures["divergence"]
+    divergence = figures["divergence"]
     assert np.allclose(
-        [found["kl"], found["rms_change"], found["same_top"]],
+        [divergence["kl"], divergence["rms_change"], divergence["same_top"]],
         [np.mean(kl), np.sqrt(np.mean(squares)), np.mean(same)],
         rtol=1e-4,
     )

@@ -33,11 +33,11 @@ def test_entries_have_time_event_and_step_and_nothing_is_ever_cut(tmp_path):
         events.end("stopped", "SIGTERM")
     first, *others = (tmp_path / "events.jsonl").read_text().splitlines()
     assert first == '{"time": "2026', "a new line follows an incomplete line"
-    found = [json.loads(line) for line in others]
-    assert [(entry["event"], entry["step"]) for entry in found] == [
+    entries = [json.loads(line) for line in others]
+    assert [(entry["event"], entry["step"]) for entry in entries] == [
         ("started", 5), ("saved", 7), ("stopped", 7), ("started", 2), ("saved", 7), ("stopped", 7),
     ]  # fmt: skip
-    for entry in found:
+    for entry in entries:
         assert list(entry)[:3] == ["time", "event", "step"]
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", entry["time"])
 
@@ -69,9 +69,9 @@ def story(tmp_path_factory):
     folder = tmp_path_factory.mktemp("story")
     out, flags = folder / "out", [*FLAGS, "--data", *write_text(folder)]
     train(2, out, *flags, "--steps", "3", "--save-every", "2")
-    killed = Status(out, 0, 2, 9)
-    killed.begin()
-    killed._over.set()
+    status = Status(out, 0, 2, 9)
+    status.begin()
+    status._over.set()
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6}\n{"step": 7}\n{"step": 8, "lo')
     printed = train(3, out, *flags, "--steps", "4", "--log-level", "debug", "--threads", "2")
@@ -81,9 +81,9 @@ def story(tmp_path_factory):
 @needs_mpiexec
 def test_the_story_of_a_run_is_told(story):
     out, printed = story
-    happened = "started 0, saved 2, saved 3, sample 3, done 3, lost 7, started 3, resumed 3, warning 3, "
-    happened += "warning 3, saved 4, sample 4, done 4"
-    assert ", ".join(f"{event} {step}" for event, step in names(out)) == happened
+    expected = "started 0, saved 2, saved 3, sample 3, done 3, lost 7, started 3, resumed 3, warning 3, "
+    expected += "warning 3, saved 4, sample 4, done 4"
+    assert ", ".join(f"{event} {step}" for event, step in names(out)) == expected
     started, saved, warned = (
         [entry for entry in read(out) if entry["event"] == event] for event in ("started", "saved", "warning")
     )

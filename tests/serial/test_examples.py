@@ -50,9 +50,9 @@ def printed(tmp_path_factory):
 @needs_mpiexec
 @pytest.mark.parametrize("name", SHORT)
 def test_example_lowers_its_loss(name, printed):
-    found = losses(printed(name, 3))
-    assert len(found) >= 10
-    assert found[-1] < found[0] / 2
+    curve = losses(printed(name, 3))
+    assert len(curve) >= 10
+    assert curve[-1] < curve[0] / 2
 
 
 @needs_mpiexec
@@ -65,9 +65,9 @@ def test_example_prints_the_same_at_any_number_of_ranks(name, printed):
 def test_each_half_of_a_run_may_have_its_own_number_of_ranks(printed, tmp_path):
     path, halves = ROOT / "examples" / "save_and_load.py", ""
     for ranks in (3, 2):
-        status, found, errors = run_job(ranks, [path, "halfway"], timeout=50, cwd=tmp_path)
+        status, output, errors = run_job(ranks, [path, "halfway"], timeout=50, cwd=tmp_path)
         assert (status, errors) == (0, "")
-        halves += found
+        halves += output
     assert halves == printed("save_and_load", 1)
 
 
@@ -82,9 +82,9 @@ def in_a_notebook():
         "    assert importlib.import_module(name).command(World(0, 1), []) == 0\n"
         "    print('\\f', end='')"
     )
-    status, together, errors = run_command([sys.executable, "-c", code], timeout=60)
+    status, output, errors = run_command([sys.executable, "-c", code], timeout=60)
     assert (status, errors) == (0, "")
-    return dict(zip(SHORT, together.split("\f"), strict=False))
+    return dict(zip(SHORT, output.split("\f"), strict=False))
 
 
 @needs_mpiexec
@@ -100,8 +100,8 @@ def test_a_rank_has_one_thread_though_numpy_was_imported_first(variables, thread
         "import numpy; from zero_mpi import connect; comm = connect(); import threadpoolctl\n"
         "print({pool['num_threads'] for pool in threadpoolctl.threadpool_info()}, comm.size)"
     )
-    found = run_command([sys.executable, "-c", code], timeout=30, env=variables)
-    assert found == (0, f"{threads} 1\n", "")
+    result = run_command([sys.executable, "-c", code], timeout=30, env=variables)
+    assert result == (0, f"{threads} 1\n", "")
 
 
 @needs_mpiexec
@@ -152,15 +152,15 @@ def api_rows() -> list[str]:
 def test_names_in_the_api_table_exist(entry):
     match = NAMED.fullmatch(entry)
     assert match, entry
-    found = getattr(zero_mpi, match["owner"])
+    member = getattr(zero_mpi, match["owner"])
     if any(
-        match["member"] in vars(kind).get("__annotations__", ()) for kind in getattr(found, "__mro__", ())
+        match["member"] in vars(kind).get("__annotations__", ()) for kind in getattr(member, "__mro__", ())
     ):
         assert match["arguments"] is None
         return
     if match["member"]:
-        found = inspect.getattr_static(found, match["member"])
-    assert isinstance(found, property) == (match["arguments"] is None)
+        member = inspect.getattr_static(member, match["member"])
+    assert isinstance(member, property) == (match["arguments"] is None)
     if match["arguments"]:
-        wanted = [argument.partition("=")[0].strip() for argument in match["arguments"].split(",")]
-        assert [name for name in wanted if name not in inspect.signature(found).parameters] == []
+        names = [argument.partition("=")[0].strip() for argument in match["arguments"].split(",")]
+        assert [name for name in names if name not in inspect.signature(member).parameters] == []

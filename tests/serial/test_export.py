@@ -43,11 +43,11 @@ TRAINING |= {"training.state_digest": "z"}
 
 
 def weights_of(config: ModelConfig) -> dict[str, np.ndarray]:
-    found = random_weights(config)
-    head = found.get("output.weight")
+    weights = random_weights(config)
+    head = weights.get("output.weight")
     if head is not None:
         head[:32] = head[127:] = 0
-    return found
+    return weights
 
 
 def write_model(path: Path, config: ModelConfig, extra: dict[str, Any] | None = None) -> Path:
@@ -64,12 +64,12 @@ def stored(path: Path) -> dict[str, bytes]:
     return {name: b"".join(file.raw_chunks(name, 1000)) for name in file.tensors}
 
 
-def expected_kind(name: str, array: np.ndarray, wanted: str, pure: bool = False) -> Kind:
+def expected_kind(name: str, array: np.ndarray, target: str, pure: bool = False) -> Kind:
     if array.ndim < 2 or name in ("position_embd.weight", "rope_freqs.weight"):
         return Kind.F32
-    if name in ("token_embd.weight", "output.weight") and wanted[:2] in ("q4", "q5") and not pure:
+    if name in ("token_embd.weight", "output.weight") and target[:2] in ("q4", "q5") and not pure:
         return Kind.Q8_0
-    return Kind.F16 if wanted.startswith("q") and array.shape[1] % 32 else Kind[wanted.upper()]
+    return Kind.F16 if target.startswith("q") and array.shape[1] % 32 else Kind[target.upper()]
 
 
 @pytest.mark.parametrize("wanted", FILE_TYPES)
@@ -79,13 +79,13 @@ def test_stored_bits_are_those_of_the_gguf_package(tmp_path, name, pure, wanted)
     """Quantized exports store rows of 97 elements (llama's ffn_down) as F16: no block size divides 97."""
     source = write_model(tmp_path / "m.gguf", MODELS[name])
     export(source, tmp_path / "x.gguf", "--type", wanted, *(["--pure"] * pure))
-    found, bits = GGUFFile.open(tmp_path / "x.gguf"), stored(tmp_path / "x.gguf")
+    file, bits = GGUFFile.open(tmp_path / "x.gguf"), stored(tmp_path / "x.gguf")
     assert list(bits) == list(GGUFFile.open(source).tensors)
     for key, array in weights_of(MODELS[name]).items():
         kind = expected_kind(key, array, wanted, pure)
-        assert found.tensors[key].type is kind, key
+        assert file.tensors[key].type is kind, key
         assert bits[key] == gguf.quants.quantize(array, kind).tobytes(), key
-    kinds = {info.type.name for info in found.tensors.values()}
+    kinds = {info.type.name for info in file.tensors.values()}
     finer = {"Q8_0"} if wanted[:2] in ("q4", "q5") and not pure else set()
     fallen = {"F16"} if wanted[0] == "q" and name == "llama" else set()
     assert kinds == {"F32", wanted.upper()} | finer | fallen
@@ -144,12 +144,12 @@ def test_a_folder_becomes_a_gguf_and_a_folder_again(tmp_path, monkeypatch, name,
     hf_models.write_folder(tmp_path / "hf", config, tensors)
     export(tmp_path / "hf", tmp_path / "m.gguf")
     export(tmp_path / "m.gguf", tmp_path / "back", "--shard-size", shard)
-    source, back = open_weights(tmp_path / "hf"), open_weights(tmp_path / "back")
-    assert list(source.tensors) == list(back.tensors)
+    source, copy = open_weights(tmp_path / "hf"), open_weights(tmp_path / "back")
+    assert list(source.tensors) == list(copy.tensors)
     for key in source.tensors:
         if key != "rope_freqs.weight":
-            assert source.tensor(key).tobytes() == back.tensor(key).tobytes()
-    assert source.metadata == back.metadata
+            assert source.tensor(key).tobytes() == copy.tensor(key).tobytes()
+    assert source.metadata == copy.metadata
     files = sorted(tmp_path.glob("back/*.safetensors"))
     assert len(files) > 1 if shard == "20KB" else [file.name for file in files] == ["model.safetensors"]
     largest = max(np.prod(shape) for shape in hf_models.shapes(config).values())
@@ -162,11 +162,11 @@ def test_the_tensors_of_a_folder_have_the_type(tmp_path, wanted, dtype):
     import ml_dtypes
 
     export(write_model(tmp_path / "m.gguf", GPT), tmp_path / "hf", "--type", wanted)
-    found = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
-    for array in found.values():
+    tensors = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
+    for array in tensors.values():
         assert array.dtype == (dtype or ml_dtypes.bfloat16)
     up = weights_of(GPT)["blk.1.ffn_up.weight"].T.astype(dtype or ml_dtypes.bfloat16)
-    assert found["transformer.h.1.mlp.c_fc.weight"].tobytes() == np.ascontiguousarray(up).tobytes()
+    assert tensors["transformer.h.1.mlp.c_fc.weight"].tobytes() == np.ascontiguousarray(up).tobytes()
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config["torch_dtype"] == {"f16": "float16", "bf16": "bfloat16", "f32": "float32"}[wanted]
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 257)
@@ -197,9 +197,9 @@ def test_rules_of_a_tokenizer_go_along_and_a_gguf_brings_a_warning(tmp_path):
     assert (status, err.count("\n")) == (0, 1)
     assert all(name in err for name in ("llama.cpp", "rstrip", "NFC"))
     export(tmp_path / "m.gguf", tmp_path / "back")
-    back = json.loads((tmp_path / "back" / "tokenizer.json").read_text())
-    assert back["normalizer"] == {"type": "NFC"}
-    assert all(token["rstrip"] for token in back["added_tokens"])
+    rules = json.loads((tmp_path / "back" / "tokenizer.json").read_text())
+    assert rules["normalizer"] == {"type": "NFC"}
+    assert all(token["rstrip"] for token in rules["added_tokens"])
     (tmp_path / "plain" / "tokenizer.json").replace(tmp_path / "hf" / "tokenizer.json")
     assert run("hf", "x.gguf", cwd=tmp_path)[::2] == (0, "")
 
@@ -213,12 +213,12 @@ def test_named_templates_of_a_folder_go_along(tmp_path):
     (tmp_path / "hf/tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "OLD"})
     )
-    more = tmp_path / "hf/additional_chat_templates"
-    more.mkdir()
+    folder = tmp_path / "hf/additional_chat_templates"
+    folder.mkdir()
     for path, text in (
         (tmp_path / "hf/chat_template.jinja", "NEW"),
-        (more / "tool_use.jinja", "T"),
-        (more / "rag.jinja", "R"),
+        (folder / "tool_use.jinja", "T"),
+        (folder / "rag.jinja", "R"),
     ):
         path.write_text(text)
     export(tmp_path / "hf", tmp_path / "copy")
@@ -273,11 +273,11 @@ def test_an_export_names_the_tokens_that_end_an_answer(tmp_path, template, keys,
     all_keys |= {name: np.uint32(ids[token]) for name, token in keys.items()}
     source = bpe_files.write_model(tmp_path / "m.gguf", all_keys)
     export(source, tmp_path / "x.gguf")
-    found = GGUFFile.open(tmp_path / "x.gguf").metadata
-    assert [found.get(EOT), found.get(EOM)] == [ids.get(eot or ""), ids.get(eom or "")]
+    metadata = GGUFFile.open(tmp_path / "x.gguf").metadata
+    assert [metadata.get(EOT), metadata.get(EOM)] == [ids.get(eot or ""), ids.get(eom or "")]
     export(source, tmp_path / "hf")
-    known = {"<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", eot, eom} - {None}
-    ends = [ids["</s>"], *sorted(ids[token] for token in known)]
+    tokens = {"<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", eot, eom} - {None}
+    ends = [ids["</s>"], *sorted(ids[token] for token in tokens)]
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "hf" / name).read_text())["eos_token_id"] == ends
 
@@ -291,10 +291,10 @@ def test_all_ends_of_a_folder_come_back(tmp_path, ends):
     export(tmp_path / "hf", tmp_path / "m.gguf")
     export(tmp_path / "m.gguf", tmp_path / "back")
     export(tmp_path / "back", tmp_path / "again")
-    listed = ends if isinstance(ends, list) else [ends]
+    expected = ends if isinstance(ends, list) else [ends]
     for name in ("back/config.json", "back/generation_config.json", "again/config.json"):
-        found = json.loads((tmp_path / name).read_text())["eos_token_id"]
-        assert (found[0], set(found)) == (listed[0], {*listed, 903})
+        ids = json.loads((tmp_path / name).read_text())["eos_token_id"]
+        assert (ids[0], set(ids)) == (expected[0], {*expected, 903})
 
 
 @pytest.mark.parametrize("wanted", FILE_TYPES)
@@ -336,8 +336,8 @@ def test_force_does_not_remove_what_is_no_model(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     os.mkfifo(tmp_path / "pipe.gguf")
-    for name, found in (("mine", r"'thesis\.txt'"), ("x.gguf", "folder"), ("pipe.gguf", "--force")):
-        with pytest.raises(UsageError, match=found):
+    for name, message in (("mine", r"'thesis\.txt'"), ("x.gguf", "folder"), ("pipe.gguf", "--force")):
+        with pytest.raises(UsageError, match=message):
             export(source, tmp_path / name, "--force")
     assert (tmp_path / "mine" / "thesis.txt").exists()
 

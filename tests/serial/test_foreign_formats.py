@@ -44,8 +44,8 @@ def test_a_long_file_is_not_read_at_all(tmp_path):
 
 @pytest.mark.parametrize("raw", [b"[" + b"[]," * 3_000_000 + b"0]", b'{"a":' * 150 + b"1" + b"}" * 150])
 def test_very_many_values_or_levels_are_refused_before_they_are_parsed(raw):
-    said = refusal(lambda: parse_json(raw))
-    assert "more than 2097152 values" in said or "nested too deeply" in said
+    message = refusal(lambda: parse_json(raw))
+    assert "more than 2097152 values" in message or "nested too deeply" in message
     refusal(lambda: parse_toml(b".".join([b"a"] * 150) + b" = 1"))
 
 
@@ -62,9 +62,9 @@ def test_lines_are_read_within_bounds_and_chosen_by_what_they_hold(tmp_path):
 @pytest.fixture
 def folder(tmp_path):
     config = hf_models.CONFIGS["llama"] | {"vocab_size": 260}
-    made = hf_models.write_folder(tmp_path / "model", config, hf_models.random_tensors(config))
-    (made / "tokenizer.json").write_text(fuzz_safetensors.tokenizer_text())
-    return made
+    model = hf_models.write_folder(tmp_path / "model", config, hf_models.random_tensors(config))
+    (model / "tokenizer.json").write_text(fuzz_safetensors.tokenizer_text())
+    return model
 
 
 def change(path, edits):

@@ -38,11 +38,11 @@ def mount() -> Iterator[Mount]:
     def mount(place: Path, *options: str) -> None:
         place.mkdir(exist_ok=True)
         try:
-            done = subprocess.run(["mount", *options, str(place)], capture_output=True, text=True)
+            result = subprocess.run(["mount", *options, str(place)], capture_output=True, text=True)
         except FileNotFoundError:
             pytest.skip("no program mount")
-        if done.returncode:
-            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+        if result.returncode:
+            pytest.skip(f"cannot mount here: {result.stderr.strip()}")
         mounted.append(place)
 
     yield mount
@@ -77,15 +77,15 @@ def assert_one_line(errors: str, cause: str) -> None:
     assert re.search(r"(model|optimizer)\.gguf|step-\d{8}", line), "the file"
 
 
-def assert_goes_on(out: Path, flags: list[str], whole: Path, on: Path) -> None:
+def assert_goes_on(out: Path, flags: list[str], reference: Path, target: Path) -> None:
     """Check that the checkpoint of step 2 is sound and that a resume equals the unbroken run."""
     assert (out / "latest").readlink() == Path("step-00000002")
     check_digests(open_checkpoint(out / "latest"))
     assert not list(out.glob(".step-*")), "a partial folder was left"
     assert [path.name for path in out.glob("step-*")] == ["step-00000002"]
-    assert "at step 2" in train(2, on, *flags, "--steps", "4", "--resume", str(out / "latest"))
-    assert fields(on) == fields(whole)[2:]
-    assert files(on) == files(whole)
+    assert "at step 2" in train(2, target, *flags, "--steps", "4", "--resume", str(out / "latest"))
+    assert fields(target) == fields(reference)[2:]
+    assert files(target) == files(reference)
 
 
 @pytest.mark.parametrize("how", SAVES)
@@ -95,8 +95,8 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk,
     status, _, errors = run_job(3, job, timeout=30)
     assert status == 1, errors
     assert_one_line(errors, "No space left on device")
-    done = len(fields(out))
-    assert done == 4 if "--async-save" not in SAVES[how] else 4 <= done <= 6, "step 6 must wait for the save"
+    rows = len(fields(out))
+    assert rows == 4 if "--async-save" not in SAVES[how] else 4 <= rows <= 6, "step 6 must wait for the save"
     state = status_of(out)
     assert (state["state"], state["reason"] in errors) == ("failed", True)
     assert_goes_on(out, flags, whole, tmp_path / "on")
@@ -104,8 +104,8 @@ def test_a_full_disk_ends_the_job_and_the_last_checkpoint_loads(how, small_disk,
 
 def test_a_disk_without_room_for_a_checkpoint_is_found_before_the_first_step(mount, flags, tmp_path):
     mount(tmp_path / "disk", "-t", "tmpfs", "-o", "size=100k", "tmpfs")
-    for more in ([], ["--dry-run"]):
-        job = ["-m", "zero_mpi.train", *flags, "--out", str(tmp_path / "disk" / "out"), "--steps", "9", *more]
+    for dry in ([], ["--dry-run"]):
+        job = ["-m", "zero_mpi.train", *flags, "--out", str(tmp_path / "disk" / "out"), "--steps", "9", *dry]
         status, printed, errors = run_job(3, job, timeout=30)
         assert (status, errors.count("\n")) == (2, 1), printed + errors
         assert f"--out {tmp_path}/disk/out: " in errors
@@ -183,12 +183,12 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(pages, small_disk, flags, 
     assert line.startswith("zero_mpi train: error: ")
     assert str(out) in line
     assert "No space left on device" in line
-    left = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert left.keys() <= {"status.json", "config.toml", "metrics.jsonl", "proof.jsonl", "events.jsonl"}
-    assert all(left[name] for name in left.keys() & {"status.json", "config.toml"}), "an empty file"
+    contents = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert contents.keys() <= {"status.json", "config.toml", "metrics.jsonl", "proof.jsonl", "events.jsonl"}
+    assert all(contents[name] for name in contents.keys() & {"status.json", "config.toml"}), "an empty file"
     for name in ("metrics.jsonl", "proof.jsonl"):
-        assert left.get(name, b"")[-1:] in (b"", b"\n"), "half a line"
-    assert pages == 0 or json.loads(left["status.json"])["state"] == "failed"
+        assert contents.get(name, b"")[-1:] in (b"", b"\n"), "half a line"
+    assert pages == 0 or json.loads(contents["status.json"])["state"] == "failed"
 
 
 # Runs a command that cannot close a written file; a network file system may report errors only on close.

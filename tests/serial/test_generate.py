@@ -63,23 +63,23 @@ def test_cached_logits_are_those_of_the_full_forward(model, pieces):
     assert np.ptp(expected, axis=-1).min() > 1, "logits must not be flat"
     model.reset()
     ends = np.cumsum(pieces)
-    found = [model.logits(ids[end - piece : end]) for piece, end in zip(pieces, ends, strict=True)]
+    logits = [model.logits(ids[end - piece : end]) for piece, end in zip(pieces, ends, strict=True)]
     assert model.decoder.cache.position == CONTEXT
     bound = 1e-5 * np.abs(expected).max()
-    np.testing.assert_allclose(np.concatenate(found), expected, rtol=0, atol=bound)
-    assert found[0].dtype == np.float32
+    np.testing.assert_allclose(np.concatenate(logits), expected, rtol=0, atol=bound)
+    assert logits[0].dtype == np.float32
 
 
 def test_prompts_at_once_continue_as_each_alone(model):
-    prompts, alone = [PROMPT[:3], PROMPT[:5], PROMPT[:1]], []
+    prompts, expected = [PROMPT[:3], PROMPT[:5], PROMPT[:1]], []
     for prompt in prompts:
         model.reset()
-        alone.append(list(model.generate(prompt, 7, temperature=0)))
+        expected.append(list(model.generate(prompt, 7, temperature=0)))
     threads.use(3)
     try:
-        assert model.generate_each(prompts, 7, temperature=0) == alone
-        end = alone[1][2]
-        cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in alone]
+        assert model.generate_each(prompts, 7, temperature=0) == expected
+        end = expected[1][2]
+        cut = [ids[: ids.index(end) + 1] if end in ids else ids for ids in expected]
         assert model.generate_each(prompts, 7, {end}, temperature=0) == cut
         assert model.generate_each([PROMPT, PROMPT], CONTEXT, temperature=0)[1] == greedy(
             model, PROMPT, CONTEXT
@@ -138,16 +138,16 @@ LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.3], np.float32))
 def test_ids_come_as_often_as_the_softmax_says(temperature, top_k, expected):
     generator = np.random.default_rng(0)
     ids = [choose(LOGITS, generator, temperature=temperature, top_k=top_k) for _ in range(4000)]
-    found = np.bincount(ids, minlength=4) / 4000
-    np.testing.assert_allclose(found, expected, rtol=0, atol=0.035)  # 4 standard deviations for 4000 draws
-    assert np.all((found == 0) == (np.array(expected) == 0))
+    shares = np.bincount(ids, minlength=4) / 4000
+    np.testing.assert_allclose(shares, expected, rtol=0, atol=0.035)  # 4 standard deviations for 4000 draws
+    assert np.all((shares == 0) == (np.array(expected) == 0))
 
 
-def kept(logits: list[float] | np.ndarray, top_k: int = 0, **how: float) -> set[int]:
+def kept(logits: list[float] | np.ndarray, top_k: int = 0, **options: float) -> set[int]:
     """Return all ids that are ever drawn; the temperature is high, so all kept ids occur."""
     generator = np.random.default_rng(0)
     values = np.asarray(logits, np.float32)
-    return {choose(values, generator, temperature=1e6, top_k=top_k, **how) for _ in range(400)}
+    return {choose(values, generator, temperature=1e6, top_k=top_k, **options) for _ in range(400)}
 
 
 def test_as_many_as_asked_for_are_kept_of_equally_likely_ones():
@@ -196,8 +196,8 @@ def write_story(path: Path, keys: dict[str, Any], ids: list[int]) -> Path:
     config = replace(LLAMA, vocab_size=len(keys["tokenizer.ggml.tokens"]))
     params = config.params().items()
     arrays = {name: np.full(param.shape, param.init == "ones", np.float32) for name, param in params}
-    for place, (here, following) in enumerate(pairwise(ids)):
-        arrays["token_embd.weight"][here, place] = 1
+    for place, (token, following) in enumerate(pairwise(ids)):
+        arrays["token_embd.weight"][token, place] = 1
         arrays["output.weight"][following, place] = 1
     return write_tensors(path, config.arch, config.metadata() | keys, arrays)
 

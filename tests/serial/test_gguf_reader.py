@@ -93,8 +93,8 @@ def load(tmp_path: Path) -> Any:
     return load
 
 
-def keys(*more: bytes) -> list[bytes]:
-    return [*Parts().keys, *more]
+def keys(*pairs: bytes) -> list[bytes]:
+    return [*Parts().keys, *pairs]
 
 
 def test_the_undamaged_file_loads(load):
@@ -122,8 +122,8 @@ def test_bytes_behind_the_last_tensor_are_not_read(load, tmp_path, tail):
     assert (file.metadata, file.tensors) == (plain.metadata, plain.tensors)
     assert (plain.surplus, file.surplus) == (0, len(tail))
     assert [str(len(tail)) in line for line in passed_over(file)] == [True]
-    theirs = gguf.GGUFReader(tmp_path / "m.gguf").tensors
-    assert [np.asarray(each.data).tobytes() for each in theirs] == [
+    tensors = gguf.GGUFReader(tmp_path / "m.gguf").tensors
+    assert [np.asarray(info.data).tobytes() for info in tensors] == [
         b"".join(file.raw_chunks(name, 7)) for name in file.tensors
     ]
 
@@ -143,8 +143,8 @@ def aligned(kind: int, payload: bytes) -> Parts:
     return keyed(key("general.alignment", kind, payload))
 
 
-def single(*line: Any, **more: Any) -> Parts:
-    return Parts(tensors=[tensor(*line, **more)])
+def single(*line: Any, **options: Any) -> Parts:
+    return Parts(tensors=[tensor(*line, **options)])
 
 
 def two(offset: int) -> Parts:
@@ -200,21 +200,21 @@ DAMAGE: dict[str, tuple[Parts | bytes, str]] = {  # (content, text in the error)
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_named(load, tmp_path, name):
-    content, found = DAMAGE[name]
+    content, message = DAMAGE[name]
     with pytest.raises(GGUFError) as caught:
         load(content)
     error = str(caught.value)
-    assert found in error
+    assert message in error
     assert error.startswith(str(tmp_path / "m.gguf"))
     assert "\n" not in error
     assert len(error) - len(str(tmp_path)) < 500
 
 
 def test_every_truncation_is_refused(load):
-    whole = Parts(data=bytes(96 + 68)).pack()
-    for size in range(len(whole)):
+    content = Parts(data=bytes(96 + 68)).pack()
+    for size in range(len(content)):
         with pytest.raises(GGUFError):
-            load(whole[:size])
+            load(content[:size])
 
 
 @pytest.mark.parametrize("path", ["none.gguf", "none/m.gguf", ".", "pipe", "loop", "a\0b"])
@@ -245,11 +245,11 @@ def test_any_range_of_any_type_that_models_come_in(load, monkeypatch, name, chun
     raw = np.random.default_rng(kind).integers(0, 256, 5 * columns // block * width, np.uint8)
     file = load(Parts(tensors=[tensor("a", (columns, 5), 0, kind)], data=raw.tobytes()))
     with np.errstate(all="ignore"):
-        whole = gguf.quants.dequantize(raw, kind).astype(np.float32)
-    assert np.isfinite(whole).mean() > 0.5
+        expected = gguf.quants.dequantize(raw, kind).astype(np.float32)
+    assert np.isfinite(expected).mean() > 0.5
     for start, stop in [*RANGES, (1, 3839), (0, 3840), (250, 1030), (3839, 3840)]:
-        np.testing.assert_array_equal(file.read("a", start, stop), whole[start:stop])
-    np.testing.assert_array_equal(file.tensor("a"), whole.reshape(5, columns))
+        np.testing.assert_array_equal(file.read("a", start, stop), expected[start:stop])
+    np.testing.assert_array_equal(file.tensor("a"), expected.reshape(5, columns))
 
 
 def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
@@ -260,10 +260,10 @@ def test_only_the_bytes_of_the_range_are_read(tmp_path: Path) -> None:
         handle.seek(file.tensors["x"].offset + 4 * 1_000_000_007)
         handle.write(b"\0\0\x80\x3f")
     tracemalloc.start()
-    found = file.read("x", 1_000_000_005, 1_000_000_010)
+    values = file.read("x", 1_000_000_005, 1_000_000_010)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert found.tolist() == [0, 0, 1, 0, 0]
+    assert values.tolist() == [0, 0, 1, 0, 0]
     assert peak < 1 << 20
 
 

@@ -58,21 +58,21 @@ def test_a_value_comes_back_with_its_type_and_a_second_trip_has_the_same_bytes(t
 
 @pytest.mark.parametrize("alignment", [None, 8, 64, 4096])
 def test_the_file_equals_the_gguf_packages_byte_for_byte(tmp_path, alignment):
-    theirs = gguf.GGUFWriter(tmp_path / "theirs.gguf", "llama")
+    writer = gguf.GGUFWriter(tmp_path / "theirs.gguf", "llama")
     ours: dict[str, Any] = {}
     if alignment is not None:
-        theirs.add_custom_alignment(alignment)
+        writer.add_custom_alignment(alignment)
         ours["general.alignment"] = alignment
-    theirs.add_array("tokens", ["a", "bé"])
-    theirs.add_float64("lr", 0.1)
-    theirs.add_bool("flag", True)
-    theirs.add_array("types", [1, -3])
+    writer.add_array("tokens", ["a", "bé"])
+    writer.add_float64("lr", 0.1)
+    writer.add_bool("flag", True)
+    writer.add_array("types", [1, -3])
     for name, array in tensors().items():
-        theirs.add_tensor(name, array)
-    theirs.write_header_to_file()
-    theirs.write_kv_data_to_file()
-    theirs.write_tensors_to_file()
-    theirs.close()
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     ours |= {"tokens": ["a", "bé"], "lr": np.float64(0.1), "flag": True, "types": np.array([1, -3], np.int32)}
     write_tensors(tmp_path / "ours.gguf", "llama", ours, tensors())
     assert (tmp_path / "ours.gguf").read_bytes() == (tmp_path / "theirs.gguf").read_bytes()

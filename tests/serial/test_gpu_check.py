@@ -50,12 +50,12 @@ def test_the_parts_that_need_no_gpu(tmp_path):
     flags = ["--pretend", "--out", tmp_path / "report", "--tests", quick, "--ranks", "1", "2"]
     status, printed, errors = run_command([*CHECK, *flags], timeout=200)
     assert (status, errors) == (0, ""), printed
-    found = json.loads((tmp_path / "report" / "report.json").read_text())
-    sections = {section["name"]: section for section in found["sections"]}
+    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    sections = {section["name"]: section for section in report["sections"]}
     assert list(sections) == ["first", "ranks", "tests", "losses"]
     assert {section["state"] for section in sections.values()} == {"passed"}
-    whats = {verdict["what"] for section in sections.values() for verdict in section["verdicts"]}
-    assert whats >= {
+    labels = {verdict["what"] for section in sections.values() for verdict in section["verdicts"]}
+    assert labels >= {
         "a product on it", "memory of activations", "tests/gpu on 1 rank", "losses of tiny-gpt2:fp32",
         "losses of tiny-llama:bf16", "moments offloaded, one rank", "2 ranks, staged",
     }  # fmt: skip
@@ -70,13 +70,13 @@ def python(code, limit, tmp_path):
 
 def test_a_program_past_its_time_is_ended_with_what_it_started(tmp_path):
     code = "import subprocess; print('begun', flush=True); subprocess.run(['sleep', '77'])"
-    begun = time.monotonic()
+    start = time.monotonic()
     outcome = python(code, 1.0, tmp_path)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - start < 10
     assert (outcome.status, outcome.printed) == (gpu_jobs.TIMED_OUT, "begun\n")
     assert outcome.problem.startswith("ended after its time")
-    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-    assert "sleep 77" not in left
+    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert "sleep 77" not in processes
 
 
 def test_bits_that_differ_are_no_pass():

@@ -24,11 +24,11 @@ def compiled():
 
 
 def with_token(keys, token, kind=NORMAL):
-    found = keys | {"tokenizer.ggml.tokens": [*keys["tokenizer.ggml.tokens"], token]}
-    found["tokenizer.ggml.token_type"] = np.append(keys["tokenizer.ggml.token_type"], np.int32(kind))
+    edited = keys | {"tokenizer.ggml.tokens": [*keys["tokenizer.ggml.tokens"], token]}
+    edited["tokenizer.ggml.token_type"] = np.append(keys["tokenizer.ggml.token_type"], np.int32(kind))
     if "tokenizer.ggml.scores" in keys:
-        found["tokenizer.ggml.scores"] = np.append(keys["tokenizer.ggml.scores"], np.float32(-1))
-    return found
+        edited["tokenizer.ggml.scores"] = np.append(keys["tokenizer.ggml.scores"], np.float32(-1))
+    return edited
 
 
 KEYS = {"merges": files.merged, "unigram": files.likely}
@@ -71,13 +71,13 @@ def test_what_is_out_of_proportion_is_refused(name):
 @pytest.mark.parametrize("kind", KEYS)
 @pytest.mark.parametrize("token", ["a" * 256, "▁" * 256, "日" * 128])
 def test_long_tokens_of_models_are_read(kind, token):
-    found = tokenizer_from_metadata(with_token(KEYS[kind](), token, USER_DEFINED))
-    assert found.encode(token).tolist()[-1:] == [found.vocab_size - 1]
+    tokenizer = tokenizer_from_metadata(with_token(KEYS[kind](), token, USER_DEFINED))
+    assert tokenizer.encode(token).tolist()[-1:] == [tokenizer.vocab_size - 1]
 
 
 def test_a_charsmap_in_a_circle_is_left_after_a_while():
     nodes, text = np.zeros(256, "<u4"), "a" * 1_000_000
     nodes[97] = 97 << 10 | 97
     circle = np.frombuffer((4 * len(nodes)).to_bytes(4, "little") + nodes.tobytes() + b"x\0", np.uint8)
-    found = tokenizer_from_metadata(files.likely(precompiled_charsmap=circle)).prepared(text)
-    assert found[-9:] == text[-9:]
+    result = tokenizer_from_metadata(files.likely(precompiled_charsmap=circle)).prepared(text)
+    assert result[-9:] == text[-9:]

@@ -32,8 +32,8 @@ def make(folder: Path, name: str, edits: Edit | None = None, **tensors: np.ndarr
     arrays = hf_models.random_tensors(config) | {
         key.replace("__", "."): value for key, value in tensors.items()
     }
-    changed = {key: value for key, value in (config | (edits or {})).items() if value is not ...}
-    return hf_models.write_folder(folder, changed, {key: a for key, a in arrays.items() if a is not None})
+    settings = {key: value for key, value in (config | (edits or {})).items() if value is not ...}
+    return hf_models.write_folder(folder, settings, {key: a for key, a in arrays.items() if a is not None})
 
 
 def our_logits(source: WeightSource, ids: np.ndarray) -> np.ndarray:
@@ -55,13 +55,13 @@ def test_any_range_is_the_slice_of_the_whole(tmp_path, monkeypatch, name, chunk)
     source, rng = HuggingFaceFolder.open(make(tmp_path, name)), np.random.default_rng(0)
     tensors = {key: source.tensor(key).ravel() for key in source.tensors}
     monkeypatch.setattr(tables, "CHUNK", chunk)
-    for key, whole in tensors.items():
-        cuts = np.sort(rng.integers(0, whole.size + 1, (12, 2)), axis=1).tolist()
-        near = [(0, 1), (whole.size - 1, whole.size), (whole.size // 2, whole.size // 2)]
-        buffer = np.zeros(whole.size, np.float32)
+    for key, array in tensors.items():
+        cuts = np.sort(rng.integers(0, array.size + 1, (12, 2)), axis=1).tolist()
+        near = [(0, 1), (array.size - 1, array.size), (array.size // 2, array.size // 2)]
+        buffer = np.zeros(array.size, np.float32)
         for start, stop in [*cuts, *near]:
             source.read(key, start, stop, out=buffer[start:stop])
-            np.testing.assert_array_equal(buffer[start:stop], whole[start:stop])
+            np.testing.assert_array_equal(buffer[start:stop], array[start:stop])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -93,19 +93,19 @@ def test_a_slice_of_a_large_matrix_takes_the_memory_of_a_slice(tmp_path, name):
         others[q.format(1)] = np.zeros((4096, 24), np.float32)
     source = HuggingFaceFolder.open(make(tmp_path, name, edits, **{theirs: big}, **others))
     tracemalloc.start()
-    found = source.read(ours, 100 * 4096 + 5, 110 * 4096 + 7)
+    rows = source.read(ours, 100 * 4096 + 5, 110 * 4096 + 7)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
-    whole = big.T if name == "gpt2" else big.reshape(64, 2, 32, 4096).swapaxes(1, 2).reshape(shape)
-    np.testing.assert_array_equal(found, whole.reshape(-1)[100 * 4096 + 5 : 110 * 4096 + 7])
+    full = big.T if name == "gpt2" else big.reshape(64, 2, 32, 4096).swapaxes(1, 2).reshape(shape)
+    np.testing.assert_array_equal(rows, full.reshape(-1)[100 * 4096 + 5 : 110 * 4096 + 7])
     buffer = np.empty(shape, np.float32)
     tracemalloc.start()
     source.read(ours, out=buffer)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10 << 20
-    np.testing.assert_array_equal(buffer, whole)
+    np.testing.assert_array_equal(buffer, full)
 
 
 def test_the_prefix_may_be_missing_and_what_holds_no_weights_is_dropped(tmp_path):
@@ -132,8 +132,8 @@ def test_llama_3_factors_are_those_of_transformers(tmp_path):
     edits = {"hidden_size": 24, "head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
     edits |= {"rope_theta": 500000.0, "rope_scaling": scaling}
     names = [f"model.layers.{i}.self_attn.{n}_proj.weight" for i in range(2) for n in "qk"]
-    wide = dict.fromkeys(names, np.zeros((256, 24), np.float32))
-    factors = open_weights(make(tmp_path, "llama", edits, **wide)).read("rope_freqs.weight")
+    zeros = dict.fromkeys(names, np.zeros((256, 24), np.float32))
+    factors = open_weights(make(tmp_path, "llama", edits, **zeros)).read("rope_freqs.weight")
     assert factors.shape == (64,)
     assert (factors[:29] == 1).all()
     between = [1.207484, 1.553415, 2.026313, 2.69453, 3.684253, 5.257327]
@@ -236,8 +236,8 @@ def test_open_weights_takes_files_checkpoints_and_folders(tmp_path):
     ],
 )
 def test_dropout_that_is_asked_for_is_told(tmp_path, name, edits, expected):
-    said = passed_over(open_weights(make(tmp_path, name, edits)))
-    assert [f"dropout ({expected})" in line for line in said] == [True] * bool(expected)
+    lines = passed_over(open_weights(make(tmp_path, name, edits)))
+    assert [f"dropout ({expected})" in line for line in lines] == [True] * bool(expected)
 
 
 class Fake:
@@ -291,6 +291,6 @@ def test_experts_may_be_merged_as_transformers_has_them_in_memory(tmp_path, name
 
 
 def test_a_missing_expert_is_named(tmp_path):
-    lost = {"model__layers__0__mlp__experts__1__up_proj__weight": None}
+    edits = {"model__layers__0__mlp__experts__1__up_proj__weight": None}
     with pytest.raises(UsageError, match=r"blk\.0\.ffn_up_exps\.weight"):
-        HuggingFaceFolder.open(make(tmp_path, "olmoe", **lost))
+        HuggingFaceFolder.open(make(tmp_path, "olmoe", **edits))

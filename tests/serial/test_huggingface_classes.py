@@ -86,14 +86,14 @@ CASES += [
 
 def class_of(folder: Path) -> Any:
     """Return the configuration of a folder as transformers' class reads and completes it."""
-    found = transformers.AutoConfig.from_pretrained(folder)
-    if found.model_type != "gpt2":
-        found.standardize_rope_params()
-    return found
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if config.model_type != "gpt2":
+        config.standardize_rope_params()
+    return config
 
 
-def settings_of(found: Any) -> Edit:
-    values = {key: value for key, value in found.to_dict().items() if key not in NOT_OF_THE_MODEL}
+def settings_of(config: Any) -> Edit:
+    values = {key: value for key, value in config.to_dict().items() if key not in NOT_OF_THE_MODEL}
     rope = values.pop("rope_parameters", None)
     if rope is not None:
         rope = rope.get("full_attention", rope)
@@ -105,11 +105,11 @@ def effects(config: Edit) -> list[Any]:
     if config["model_type"] == "gpt2":
         return []
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    turned = [hf_models.frequencies(config, width, length) for length in (4, 12, 20, 30)]
-    sees = [
+    frequencies = [hf_models.frequencies(config, width, length) for length in (4, 12, 20, 30)]
+    mask = [
         kind == "sliding_attention" and config["sliding_window"] for kind in config.get("layer_types", [])
     ]
-    return [*turned, hf_models.magnitude(config), sees]
+    return [*frequencies, hf_models.magnitude(config), mask]
 
 
 def content(source: Any) -> Any:
@@ -125,27 +125,27 @@ def plain(value: Any) -> Any:
 def test_a_configuration_means_what_its_class_says(tmp_path, name, edits):
     config = plain(hf_models.CONFIGS[name] | edits)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = class_of(tmp_path)
-    theirs = settings_of(found)
-    tensors = hf_models.random_tensors(theirs)
+    parsed = class_of(tmp_path)
+    fields = settings_of(parsed)
+    tensors = hf_models.random_tensors(fields)
     source = HuggingFaceFolder.open(hf_models.write_folder(tmp_path / "a", config, tensors))
-    expected = hf_models.logits(theirs, tensors, IDS)
+    expected = hf_models.logits(fields, tensors, IDS)
     np.testing.assert_allclose(our_logits(source, IDS), expected, rtol=0, atol=1e-4)
 
-    found.save_pretrained(tmp_path / "saved")
+    parsed.save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert content(HuggingFaceFolder.open(hf_models.write_folder(tmp_path / "b", saved, tensors))) == content(
         source
     )
 
-    exported = hf_models.write_folder(tmp_path / "c", config_json(source, "float32"), tensors)
-    assert content(HuggingFaceFolder.open(exported)) == content(source)
-    again = settings_of(class_of(exported))
-    theirs["model_type"] = theirs["model_type"].replace("mistral", "llama")  # both classes compute the same
-    compared = theirs.keys() - IN_EFFECT
-    assert {key: again.get(key) for key in compared} == {key: theirs[key] for key in compared}
-    for now, wanted in zip(effects(again), effects(theirs), strict=True):
-        np.testing.assert_allclose(now, wanted, rtol=1e-6)
+    folder = hf_models.write_folder(tmp_path / "c", config_json(source, "float32"), tensors)
+    assert content(HuggingFaceFolder.open(folder)) == content(source)
+    copy = settings_of(class_of(folder))
+    fields["model_type"] = fields["model_type"].replace("mistral", "llama")  # both classes compute the same
+    names = fields.keys() - IN_EFFECT
+    assert {key: copy.get(key) for key in names} == {key: fields[key] for key in names}
+    for actual, effect in zip(effects(copy), effects(fields), strict=True):
+        np.testing.assert_allclose(actual, effect, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(ROTARY_CLASSES | {"gpt2": None}))
@@ -155,9 +155,9 @@ def test_classes_types_and_special_tokens_are_those_of_transformers(tmp_path, na
     source = HuggingFaceFolder.open(folder)
     special = {f"tokenizer.ggml.{name}_token_id": np.uint32(3) for name in ("bos", "padding")}
     for ids, metadata in (((None, None, None), {}), ((3, None, 3), special)):
-        written = config_json(replace(source, metadata=source.metadata | metadata), "bfloat16")
-        (tmp_path / "config.json").write_text(json.dumps(written))
-        found = class_of(tmp_path)
-        assert tuple(getattr(found, token) for token in TOKENS) == ids
-        assert str(found.dtype).removeprefix("torch.") == "bfloat16"
-        assert found.architectures == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[found.model_type]]
+        fields = config_json(replace(source, metadata=source.metadata | metadata), "bfloat16")
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        parsed = class_of(tmp_path)
+        assert tuple(getattr(parsed, token) for token in TOKENS) == ids
+        assert str(parsed.dtype).removeprefix("torch.") == "bfloat16"
+        assert parsed.architectures == [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[parsed.model_type]]

@@ -24,16 +24,16 @@ ARCHES = ["llama", "gpt2", "qwen2", "qwen3"]
 
 @pytest.fixture(scope="module")
 def models(text, tmp_path_factory) -> dict[str, Path]:
-    place, made = tmp_path_factory.mktemp("models"), {}
+    place, paths = tmp_path_factory.mktemp("models"), {}
     for arch in ARCHES:
         flags = [*SIZES, "--arch", arch, "--batch-size", "1", "--steps", "0", "--sample", "0"]
         train(1, place / arch, *flags, "--data", *text)
-        made[arch] = place / arch / "latest" / "model.gguf"
-    return made
+        paths[arch] = place / arch / "latest" / "model.gguf"
+    return paths
 
 
-def start(ranks: int, out: Path, init: Path, text: list[str], *more: str) -> Path:
-    train(ranks, out, "--init", str(init), "--data", *text, *RUN, "--steps", "2", *more)
+def start(ranks: int, out: Path, init: Path, text: list[str], *flags: str) -> Path:
+    train(ranks, out, "--init", str(init), "--data", *text, *RUN, "--steps", "2", *flags)
     return out
 
 
@@ -53,9 +53,9 @@ def as_parts(model: Path, folder: Path) -> Path:
 def test_the_same_run_as_from_the_float32_file(arch, form, models, text, tmp_path):
     """No bit is lost in any format, and the checkpoint is a plain GGUF."""
     expected = start(1, tmp_path / "expected", models[arch], text)
-    found = start(3, tmp_path / "found", form(models[arch], tmp_path / "form"), text)
-    assert fields(found) == fields(expected)
-    ours, theirs = (tensors(out / "latest" / "model.gguf") for out in (found, expected))
+    actual = start(3, tmp_path / "found", form(models[arch], tmp_path / "form"), text)
+    assert fields(actual) == fields(expected)
+    ours, theirs = (tensors(out / "latest" / "model.gguf") for out in (actual, expected))
     assert ours.keys() == theirs.keys()
     assert [name for name in theirs if not np.array_equal(ours[name], theirs[name])] == []
 
@@ -63,14 +63,14 @@ def test_the_same_run_as_from_the_float32_file(arch, form, models, text, tmp_pat
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_records_have_the_sizes_of_the_model_and_replay_it(arch, models, text, tmp_path):
     """config.toml has the sizes of the model; with it the run can be repeated and resumed."""
-    out, again = start(1, tmp_path / "out", models[arch], text), tmp_path / "again"
+    out, replay = start(1, tmp_path / "out", models[arch], text), tmp_path / "again"
     settings = tomllib.loads((out / "config.toml").read_text())
     sizes = {"arch": arch, "layers": 2, "dim": 64, "heads": 4, "kv_heads": 4, "ffn": 96}
     assert {name: settings[name] for name in sizes} == sizes
     assert settings["tied"] == (arch == "gpt2")
     assert settings["lr"] == 5e-5
-    train(2, again, "--config", str(out / "config.toml"))
-    assert fields(again) == fields(out)
+    train(2, replay, "--config", str(out / "config.toml"))
+    assert fields(replay) == fields(out)
     train(1, out, "--config", str(out / "config.toml"), "--steps", "3")
     assert len(fields(out)) == 3
 
@@ -79,9 +79,9 @@ def test_records_have_the_sizes_of_the_model_and_replay_it(arch, models, text, t
 def test_stored_types_start_from_their_values(kind, models, text, tmp_path):
     export(models["llama"], tmp_path / "small.gguf", "--type", kind)
     out = start(3, tmp_path / "out", tmp_path / "small.gguf", text, "--lr", "0", "--min-lr", "0")
-    read, written = GGUFFile.open(tmp_path / "small.gguf"), GGUFFile.open(out / "latest" / "model.gguf")
+    read, saved = GGUFFile.open(tmp_path / "small.gguf"), GGUFFile.open(out / "latest" / "model.gguf")
     assert len(fields(out)) == 2
-    assert all(np.array_equal(read.tensor(name), written.tensor(name)) for name in read.tensors)
+    assert all(np.array_equal(read.tensor(name), saved.tensor(name)) for name in read.tensors)
 
 
 def test_a_model_that_is_not_finite_is_refused(models, text, tmp_path):

@@ -84,29 +84,29 @@ def foreign(path: Path) -> Path:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_state_is_the_one_that_training_announced(ranks, trained):
     out, printed = trained[ranks]
-    announced = re.search(r"saved \S+ in \S+ s, state ([0-9a-f]{16})\b", printed)[1]
+    digest = re.search(r"saved \S+ in \S+ s, state ([0-9a-f]{16})\b", printed)[1]
     for path in (out, out / "latest", out / "step-00000003"):
         status, text, errors = run(path)
         assert (status, errors) == (0, "")
-        assert re.search(rf"state digest +{announced}[0-9a-f]{{48}}\n", text), text
+        assert re.search(rf"state digest +{digest}[0-9a-f]{{48}}\n", text), text
         assert re.search(r"checksums +63\n", text)
-    one = examine(trained[1][0])
-    assert examine(out)["state_digest"] == one["state_digest"] == one["training"]["recorded_state_digest"]
+    base = examine(trained[1][0])
+    assert examine(out)["state_digest"] == base["state_digest"] == base["training"]["recorded_state_digest"]
 
 
 @needs_mpiexec
 def test_json_says_the_same(trained):
     status, text, errors = run(trained[3][0], "--json", "--keys", "--tensors")
-    found = json.loads(text, parse_constant=pytest.fail)
-    assert (status, errors, found["sound"]) == (0, "", True)
+    report = json.loads(text, parse_constant=pytest.fail)
+    assert (status, errors, report["sound"]) == (0, "", True)
     file = GGUFFile.open(trained[3][0] / "latest" / "model.gguf")
-    rows = {row["name"]: (tuple(row["shape"]), row["bytes"]) for row in found["tensors"]["model"]}
+    rows = {row["name"]: (tuple(row["shape"]), row["bytes"]) for row in report["tensors"]["model"]}
     assert rows == {name: (info.shape, info.nbytes) for name, info in file.tensors.items()}
-    recorded = [f"{row['digest']} {row['name']}" for row in found["tensors"]["model"]]
-    assert recorded == file.metadata["training.tensor_digests"]
-    assert found["keys"]["model"]["tokenizer.ggml.tokens"] == file.metadata["tokenizer.ggml.tokens"]
-    assert found["keys"]["model"].keys() == file.metadata.keys()
-    assert found["training"]["step"] == 3
+    digests = [f"{row['digest']} {row['name']}" for row in report["tensors"]["model"]]
+    assert digests == file.metadata["training.tensor_digests"]
+    assert report["keys"]["model"]["tokenizer.ggml.tokens"] == file.metadata["tokenizer.ggml.tokens"]
+    assert report["keys"]["model"].keys() == file.metadata.keys()
+    assert report["training"]["step"] == 3
 
 
 @needs_mpiexec
@@ -179,13 +179,13 @@ def test_a_safetensors_folder(tmp_path):
     norm[3] = math.nan
     broken = hf_models.write_folder(tmp_path / "broken", config, tensors | {"model.norm.weight": norm})
     assert inside(broken) == 1
-    found = compare(folder, broken)["difference"]["values"]
-    assert found == [pytest.approx(float(tensors["model.norm.weight"][3]), rel=1e-3), "nan"]
+    values = compare(folder, broken)["difference"]["values"]
+    assert values == [pytest.approx(float(tensors["model.norm.weight"][3]), rel=1e-3), "nan"]
 
 
 @needs_mpiexec
 def test_the_first_difference_is_named(checkpoint, trained):
-    path, whole = checkpoint / "model.gguf", GGUFFile.open(checkpoint / "model.gguf").tensor(NAME).copy()
+    path, tensor = checkpoint / "model.gguf", GGUFFile.open(checkpoint / "model.gguf").tensor(NAME).copy()
     put(path, NAME, 10 * 48 + 7, 0.5)
     put(path, NAME, 96 * 48 + 47, 100.0)
     flip(checkpoint / "optimizer.gguf", f"optimizer.adam.first_moments.{NAME}", 0)
@@ -194,12 +194,12 @@ def test_the_first_difference_is_named(checkpoint, trained):
     assert re.search(r"tensors +63\n", text)
     assert f"name {NAME}, element [10, 7], " in text
     assert re.search(r"elements 2\b", text)
-    found = compare(trained[1][0], checkpoint)["difference"]
-    assert found["element"] == [10, 7]
-    assert found["values"] == [float(str(whole[10, 7])), 0.5]
-    assert found["largest"] == float(np.float64(100) - whole[96, 47])
-    assert f"values [{found['values'][0]!r}, 0.5]" in text
-    assert json.loads(run(trained[1][0], checkpoint, "--json")[1])["difference"] == found
+    difference = compare(trained[1][0], checkpoint)["difference"]
+    assert difference["element"] == [10, 7]
+    assert difference["values"] == [float(str(tensor[10, 7])), 0.5]
+    assert difference["largest"] == float(np.float64(100) - tensor[96, 47])
+    assert f"values [{difference['values'][0]!r}, 0.5]" in text
+    assert json.loads(run(trained[1][0], checkpoint, "--json")[1])["difference"] == difference
 
 
 def test_every_element_is_looked_at(tmp_path):
@@ -211,10 +211,10 @@ def test_every_element_is_looked_at(tmp_path):
     assert inside(tmp_path / "a.gguf", tmp_path / "b.gguf") == 0
     for element in (0, 1023, 262_143, 262_144, 524_288, 899_999):
         flip(tmp_path / "b.gguf", "t", element)
-        found = compare(tmp_path / "a.gguf", tmp_path / "b.gguf")
-        assert found["difference"]["element"] == [element // 300_000, element % 300_000]
-        assert found["difference"]["elements"] == 1
-        assert found["difference"]["largest"] == pytest.approx(2**-23)
+        diff = compare(tmp_path / "a.gguf", tmp_path / "b.gguf")
+        assert diff["difference"]["element"] == [element // 300_000, element % 300_000]
+        assert diff["difference"]["elements"] == 1
+        assert diff["difference"]["largest"] == pytest.approx(2**-23)
         flip(tmp_path / "b.gguf", "t", element)
     put(tmp_path / "b.gguf", "t", 9, -1.0)
     put(tmp_path / "a.gguf", "u", 2, 0.0)
@@ -223,18 +223,18 @@ def test_every_element_is_looked_at(tmp_path):
     put(tmp_path / "b.gguf", "t", 9, 1.0)
     put(tmp_path / "b.gguf", "t", 5, -6.0)  # largest difference; a later chunk differs less
     put(tmp_path / "b.gguf", "t", 899_999, 2.0)
-    found = compare(tmp_path / "a.gguf", tmp_path / "b.gguf")["difference"]
-    assert (found["element"], found["values"], found["elements"], found["largest"]) == ([0, 5], [1, -6], 2, 7)
+    diff = compare(tmp_path / "a.gguf", tmp_path / "b.gguf")["difference"]
+    assert (diff["element"], diff["values"], diff["elements"], diff["largest"]) == ([0, 5], [1, -6], 2, 7)
 
 
 def test_blocks_are_compared_by_their_values(tmp_path):
     first, second = foreign(tmp_path / "a.gguf"), foreign(tmp_path / "b.gguf")
-    data, at = bytearray(second.read_bytes()), GGUFFile.open(second).tensors["q8_0"].offset
-    data[at + 3 * 34 + 2 + 5] ^= 1  # the sixth value of the fourth block
+    data, offset = bytearray(second.read_bytes()), GGUFFile.open(second).tensors["q8_0"].offset
+    data[offset + 3 * 34 + 2 + 5] ^= 1  # the sixth value of the fourth block
     second.write_bytes(data)
-    found = compare(first, second)["difference"]
-    assert (found["name"], found["element"], found["blocks"]) == ("q8_0", [0, 101], 1)
-    assert found["values"][0] != found["values"][1]
+    difference = compare(first, second)["difference"]
+    assert (difference["name"], difference["element"], difference["blocks"]) == ("q8_0", [0, 101], 1)
+    assert difference["values"][0] != difference["values"][1]
 
 
 def test_shapes_names_and_keys_that_differ(tmp_path):
@@ -246,11 +246,11 @@ def test_shapes_names_and_keys_that_differ(tmp_path):
     keys = {"same": 1, "wide": np.uint32(1), "list": np.ones(2, np.int32), "gone": "x"}
     first = write("a.gguf", keys, tensors)
     for other, key in (([("t", (8, 4)), ("u", (4,))], "differing"), ([("t", (4, 8))], "only_in_first")):
-        found = compare(first, write("b.gguf", keys, other))
-        assert (found["same"], len(found[key])) == (False, 1)
+        report = compare(first, write("b.gguf", keys, other))
+        assert (report["same"], len(report[key])) == (False, 1)
     changed = {"same": 1, "wide": np.uint64(1), "list": np.ones(2, np.uint32), "new": "y"}
-    found = compare(first, write("b.gguf", changed, tensors))
-    assert {key["key"]: key["values"] for key in found["keys"]} == {
+    report = compare(first, write("b.gguf", changed, tensors))
+    assert {key["key"]: key["values"] for key in report["keys"]} == {
         "wide": [1, 1], "list": [[1, 1], [1, 1]], "gone": ["x", None], "new": [None, "y"],
     }  # fmt: skip
     assert inside(first, tmp_path / "b.gguf") == 1
@@ -294,14 +294,14 @@ def test_two_run_folders_differ_first_in_a_record_and_a_tensor(trained, tmp_path
         assert inside(*folders, "--json") == status
         return json.loads(capfdbinary.readouterr().out)
 
-    found = compared(0)
-    assert (found["same"], found["records"]["step"], found["checkpoint"]["step"]) == (True, None, None)
-    assert (found["records"]["common"], found["checkpoint"]["common"] >= 1) == (3, True)
+    report = compared(0)
+    assert (report["same"], report["records"]["step"], report["checkpoint"]["step"]) == (True, None, None)
+    assert (report["records"]["common"], report["checkpoint"]["common"] >= 1) == (3, True)
     lines = (folders[1] / "metrics.jsonl").read_text().splitlines()
     record = json.loads(lines[2])
     lines[2] = json.dumps(record | {"loss": record["loss"] + 1e-9})
     (folders[1] / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     flip(folders[1] / "latest" / "model.gguf", NAME, 0)
-    found = compared(1)
-    assert (found["records"]["step"], found["records"]["field"]) == (3, "loss")
-    assert found["checkpoint"]["difference"]["name"] == NAME
+    report = compared(1)
+    assert (report["records"]["step"], report["records"]["field"]) == (3, "loss")
+    assert report["checkpoint"]["difference"]["name"] == NAME
