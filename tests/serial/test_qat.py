@@ -36,13 +36,13 @@ def test_rounding_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch, name: str
     rows = x.reshape(-1, max(width, 32))
     raw = gguf.quantize(x, kind) if name == "F16" else ggml.quantize(rows, kind)
     expected = gguf.dequantize(raw.reshape(-1), kind).astype(np.float32).tobytes()
-    found = np.empty_like(x)
-    round_to(name, x, found)
-    assert found.tobytes() == expected
+    rounded = np.empty_like(x)
+    round_to(name, x, rounded)
+    assert rounded.tobytes() == expected
     if name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"):
         monkeypatch.setattr(ggml, "reader", lambda kind: None)
-        round_to(name, x, found)
-        assert found.tobytes() == expected
+        round_to(name, x, rounded)
+        assert rounded.tobytes() == expected
 
 
 @pytest.fixture(scope="module")

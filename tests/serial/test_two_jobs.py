@@ -58,9 +58,9 @@ def snapshot(out: Path) -> dict[str, object]:
     files = {
         path: each for path, each in files.items() if path.match(".ranks/file") or not path.match(".ranks/*")
     }
-    said = json.loads(files.pop(out / "status.json"))
+    record = json.loads(files.pop(out / "status.json"))
     return files | {
-        "status": said | {"updated": "", "step": 0},
+        "status": record | {"updated": "", "step": 0},
         "folders": sorted(p for p in out.rglob("*") if p.is_dir()),
     }
 
