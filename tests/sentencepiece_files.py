@@ -16,8 +16,8 @@ BYTES = [(f"<0x{byte:02X}>", 6) for byte in range(256)]
 
 
 def texts() -> list[str]:
-    found = [*bpe_files.TEXTS, *bpe_files.random_texts(50), Path(__file__).read_text()]
-    return [text.replace("\0", "") for text in found] * 3  # llama.cpp ends tokens at a zero byte
+    samples = [*bpe_files.TEXTS, *bpe_files.random_texts(50), Path(__file__).read_text()]
+    return [text.replace("\0", "") for text in samples] * 3  # llama.cpp ends tokens at a zero byte
 
 
 def keys_of(model: str, tokens: list[tuple[str, int]], scores: Any, **more: Any) -> dict[str, Any]:
@@ -39,8 +39,8 @@ def learnt_merges(size: int) -> list[str]:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, limit_alphabet=300)
     tokenizer.train_from_iterator(texts(), trainer)
-    found = tokenizer.get_vocab()
-    return sorted(found, key=found.__getitem__)
+    vocab = tokenizer.get_vocab()
+    return sorted(vocab, key=vocab.__getitem__)
 
 
 @cache
@@ -55,12 +55,12 @@ def learnt_unigram(size: int) -> list[tuple[str, float]]:
 
 
 def merged(size: int = 1500, levels: int = 0, **more: Any) -> dict[str, Any]:
-    kept = [*SPECIAL, *BYTES]
-    named = {token for token, _ in kept}
+    base = [*SPECIAL, *BYTES]
+    named = {token for token, _ in base}
     tokens = [(token, 1) for token in learnt_merges(size) if token not in named]
     scores = [-float(i % levels if levels else i) for i in range(len(tokens))]
     more = {"bos_token_id": np.uint32(1), "eos_token_id": np.uint32(2), **more}
-    return keys_of("llama", [*kept, *tokens], [0.0] * len(kept) + scores, **more)
+    return keys_of("llama", [*base, *tokens], [0.0] * len(base) + scores, **more)
 
 
 def likely(size: int = 1500, **more: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def fuzzed(count: int, seed: int = 7) -> list[str]:
     spelt = [token for token, _ in SPECIAL]
     spelt += ["<0x41>", "<|use", "▁", "▁▁", "<s", "\u3000", "ﬁ", "①", "Å", "e\u0301", "--", "ab"]
     planes = [*range(32, 0x3000), *range(0x3000, 0xD800, 7), *range(0xE000, 0x110000, 97)]
-    found = []
+    samples = []
     for _ in range(count):
         parts = []
         for _ in range(draw.randint(1, 8)):
@@ -96,8 +96,8 @@ def fuzzed(count: int, seed: int = 7) -> list[str]:
                 parts.append(" " * draw.randint(1, 4))
             else:
                 parts.append("".join(map(chr, draw.choices(planes, k=4))))
-        found.append("".join(parts))
-    return found
+        samples.append("".join(parts))
+    return samples
 
 
 SPELLINGS = {  # text -> its spelling in a charsmap: cases of NFKC, spaces, longest prefixes, empty spellings
@@ -140,10 +140,10 @@ def place_children(prefix: bytes, node: int, offsets: dict[bytes, int], nodes: A
     """Place the children of a prefix's node: choose a base at which their slots are free."""
     longer = [key for key in offsets if key.startswith(prefix) and len(key) > len(prefix)]
     letters = sorted({key[len(prefix)] for key in longer})
-    wanted = [0, *letters] if prefix in offsets else letters
-    base = next(b for b in range(1, len(nodes)) if not any(taken[b ^ c] for c in wanted))
+    codes = [0, *letters] if prefix in offsets else letters
+    base = next(b for b in range(1, len(nodes)) if not any(taken[b ^ c] for c in codes))
     nodes[node] |= (node ^ base) << 10 | (prefix in offsets) << 8
-    taken[[base ^ c for c in wanted]] = True
+    taken[[base ^ c for c in codes]] = True
     if prefix in offsets:
         nodes[base] = 1 << 31 | offsets[prefix]
     for letter in letters:
