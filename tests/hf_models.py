@@ -317,9 +317,9 @@ def mixture(config, w, i, x):
     router = w[f"{P}{module}.{'router.layer' if granite else 'gate'}.weight"]
     y = np.zeros_like(x)
     for t, p in enumerate(softmax(x @ router.T)):
-        chosen = np.argsort(-p, kind="stable")[:U]
-        total = p[chosen].sum() if config.get("norm_topk_prob", True) else 1
-        for e in chosen:
+        experts = np.argsort(-p, kind="stable")[:U]
+        total = p[experts].sum() if config.get("norm_topk_prob", True) else 1
+        for e in experts:
             if granite:
                 gate, up = np.split(w[f"{P}{module}.input_linear.weight"][e], 2)
                 down = w[f"{P}{module}.output_linear.weight"][e]

@@ -216,11 +216,11 @@ def hands_sigterm_on() -> bool:
 
 
 def start(
-    command: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None, **more: Any
+    command: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None, **options: Any
 ) -> subprocess.Popen[bytes]:
     """Start a command without input in a session of its own; `env` is added to a clean environment."""
     env = clean_environment() | dict(env or {})
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True, **more)
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True, **options)
 
 
 def run_command(

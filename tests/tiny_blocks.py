@@ -35,9 +35,9 @@ def some_blocks(name, count, seed=0):
     return blocks.reshape(-1)
 
 
-def base(tied, **more):
+def base(tied, **extra):
     """Return a model with adapters, and the bytes of its base by name, in blocks of many types."""
-    model = Llama.from_flags(SIZES | {"tied": tied} | more)
+    model = Llama.from_flags(SIZES | {"tied": tied} | extra)
     kinds = {}
     for number, (name, param) in enumerate(model.params().items()):
         of_norm = len(param.shape) == 1

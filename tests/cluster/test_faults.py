@@ -61,8 +61,8 @@ def command(mpi: str, ranks: int) -> list[str]:
         python, launcher = installed(mpi)
     except LookupError as error:
         pytest.skip(str(error))
-    more = [*OPENMPI_FLAGS.split(), "--oversubscribe"] if mpi == "openmpi" else []
-    return [launcher, *more, "-n", str(ranks), python]
+    extra = [*OPENMPI_FLAGS.split(), "--oversubscribe"] if mpi == "openmpi" else []
+    return [launcher, *extra, "-n", str(ranks), python]
 
 
 @pytest.fixture(scope="module")
@@ -211,8 +211,8 @@ def check_end(fault: Fault, trial: Trial) -> None:
 
 
 def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
-    again = [*command(fault.launcher, 2), "-m", "zero_mpi.train", "--out", str(trial.out)]
-    status, printed, errors = run_command([*again, *flags(trial.out.parent)], timeout=60)
+    words = [*command(fault.launcher, 2), "-m", "zero_mpi.train", "--out", str(trial.out)]
+    status, printed, errors = run_command([*words, *flags(trial.out.parent)], timeout=60)
     assert status == 0, printed + errors
     assert f"at step {start}" in printed
     assert ("warning: " in printed and "unusable checkpoint" in printed) == (
@@ -243,8 +243,8 @@ def rows(events: Sequence[str]) -> pytest.MarkDecorator:
 def happen(fault: Fault, trial: Trial, stage: Stage, unbroken: Path) -> None:
     write_tokens(trial.out.parent / "tokens.npy")
     start = stage.command or command(fault.launcher, RANKS)
-    more = ["--transport", fault.transport]
-    trial.start(start, [*flags(trial.out.parent, fault.timeout), *more], stage.env)
+    extra = ["--transport", fault.transport]
+    trial.start(start, [*flags(trial.out.parent, fault.timeout), *extra], stage.env)
     trial.until_step(HAPPENS_AT)
     trial.happens(stage.fire)
     seconds = trial.end_of_job(fault.seconds)

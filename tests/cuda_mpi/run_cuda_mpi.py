@@ -48,9 +48,7 @@ def main() -> int:
         print(done.stdout, end="", flush=True)
         counts = COUNTS.findall(done.stdout)
         failed = failed or done.returncode != 0 or len(counts) != 1
-        total = [
-            before + int(more) for before, more in zip(total, counts[-1] if counts else "010", strict=True)
-        ]
+        total = [before + int(n) for before, n in zip(total, counts[-1] if counts else "010", strict=True)]
     print("{} passed, {} failed, {} skipped".format(*total))
     return 1 if failed else 0
 

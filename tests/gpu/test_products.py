@@ -198,12 +198,12 @@ def test_head_in_chunks(gpu, kind, own, n, c, v, rows, monkeypatch):
     loss, dx = defined("linear_cross_entropy")(x, w, b, targets, 1.0 / n, *truths)
     sums = [gpu.from_host(dw), gpu.from_host(db)]
     inputs = [gpu.from_host(item) for item in (x, w, b, targets)]
-    actual, got_dx = ops.linear_cross_entropy(*inputs, 1.0 / n, *sums)
+    actual, actual_dx = ops.linear_cross_entropy(*inputs, 1.0 / n, *sums)
     assert actual.shape == ()
     assert actual.dtype == np.float64
     rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients have this dtype too
     assert abs(float(actual) - float(loss)) <= (1e-5 if kind == "f32" else 2 * LOW[kind])
-    close(gpu.to_host(got_dx), dx, kind, slack=rough)
+    close(gpu.to_host(actual_dx), dx, kind, slack=rough)
     for ours, truth in zip(sums, truths, strict=True):
         close(gpu.to_host(ours), truth, kind if own == "own" else "f32", slack=rough)
 

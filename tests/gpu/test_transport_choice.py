@@ -186,10 +186,10 @@ def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
     monkeypatch.setattr(device_choice, "find_answer", lambda world: Answer(True, "it arrived"))
     real = CudaAwareBackend._one
 
-    def altered(self, exchange, *more):
+    def altered(self, exchange, *rest):
         if WORLD.Get_rank() == 0:
             exchange.sends[0][0].fill(7)
-        return real(self, exchange, *more)
+        return real(self, exchange, *rest)
 
     monkeypatch.setattr(CudaAwareBackend, "_one", altered)
     comm, text = made("auto")

@@ -303,11 +303,11 @@ def test_nothing_is_allocated_after_the_first_transfers(name, gpu, monkeypatch):
 
     transfers()
     transfers()
-    before, used = Counter(counts), gpu.cupy.get_default_memory_pool().used_bytes()
+    before, nbytes = Counter(counts), gpu.cupy.get_default_memory_pool().used_bytes()
     for _ in range(5):
         transfers()
     assert counts == before
-    assert gpu.cupy.get_default_memory_pool().used_bytes() == used
+    assert gpu.cupy.get_default_memory_pool().used_bytes() == nbytes
 
 
 @several_ranks

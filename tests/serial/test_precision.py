@@ -180,8 +180,8 @@ CALLS |= {
 def test_kernels_of_bfloat16_do_what_is_defined(name):
     """A kernel's last bit may differ only if a float32 is near the midpoint of two bfloat16 numbers."""
     pytest.importorskip("numba")
-    found, expected = CALLS[name](ops), CALLS[name](defined)
-    pairs = [(found, expected)] if isinstance(found, np.ndarray) else list(zip(found, expected, strict=True))
+    out, expected = CALLS[name](ops), CALLS[name](defined)
+    pairs = [(out, expected)] if isinstance(out, np.ndarray) else list(zip(out, expected, strict=True))
     for ours, theirs in pairs:
         assert ours.dtype == theirs.dtype
         a, b = ours.astype(np.float32), theirs.astype(np.float32)

@@ -187,7 +187,7 @@ FORMS = [
 def test_pairs_of_all_forms(row, expected):
     pair = one_pair("x:1", row, labels=True)
     for side, text in zip(pair, expected[1:], strict=True):
-        contents = None if side is None else [each["content"] for each in side.messages]
+        contents = None if side is None else [message["content"] for message in side.messages]
         assert contents == (None if text is None else [expected[0], text])
         assert side is None or side.turns == [1]
 
@@ -214,9 +214,9 @@ def test_bad_pairs_are_named_or_left_out(row, tmp_path):
     assert bad.counts.total() == 1
 
 
-def corpus(folder, rows, loss, **more):
+def corpus(folder, rows, loss, **extra):
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = {"val_fraction": 0.0, "context": 64, "seed": 0, "vocab_size": 400} | more
+    options = {"val_fraction": 0.0, "context": 64, "seed": 0, "vocab_size": 400} | extra
     paths, tokenizer = [str(folder / "pairs.jsonl")], chat_tokenizer(CHATML)
     return load_corpus(paths, tokenizer=tokenizer, preferences=loss, **options)
 

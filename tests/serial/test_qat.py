@@ -117,11 +117,11 @@ def test_adapters_are_trained_for_the_merged_file(runs: Path, tmp_path: Path, na
         == 0
     )
     train_compiled(1, tmp_path / "next", *flags, *text, "--init", str(file), "--steps", "1")
-    ran, after = (
+    rows, after = (
         [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
         for run in ("run", "next")
     )
-    assert ran[-1]["val_loss"] == after[0]["val_loss_before"] != ran[0]["val_loss_before"]
+    assert rows[-1]["val_loss"] == after[0]["val_loss_before"] != rows[0]["val_loss_before"]
     exported = GGUFFile.open(file)
     assert {exported.tensors[end].type for end in ENDS} == {Kind.Q8_0}
     assert "training.qat" not in exported.metadata

@@ -14,9 +14,9 @@ FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "ste
 COSTS = {"wait_seconds", "sent_bytes"}
 
 
-def record(step, **more):
+def record(step, **extra):
     plain = {"loss": 0.1 + 0.2, "grad_norm": 1 / 3, "lr": 4e-3, "tokens": 64 * step}
-    return {"step": step, **plain, "tokens_per_second": 1234.5, "step_seconds": 0.05, **more}
+    return {"step": step, **plain, "tokens_per_second": 1234.5, "step_seconds": 0.05, **extra}
 
 
 def write(out, steps, *, done=0, rank=0, total=4, log_every=1):

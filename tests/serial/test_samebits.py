@@ -201,8 +201,8 @@ def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags,
         "samebits.processor = lambda: 'Another 9000 with a long name'\n"
         "train_command.main()\n"
     )
-    more = [*flags, "--checkpoint-io", io]
-    command = [*launcher(), "-n", "1", *RUN, *more, ":", "-n", "1", sys.executable, str(script), *more]
+    args = [*flags, "--checkpoint-io", io]
+    command = [*launcher(), "-n", "1", *RUN, *args, ":", "-n", "1", sys.executable, str(script), *args]
     status, printed, errors = run_command(command, timeout=40, cwd=tmp_path)
     assert (status, errors) == (0, ""), f"{printed}\n{errors}"
     files = open_checkpoint(tmp_path / "out" / "latest")
@@ -214,13 +214,13 @@ def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags,
 @needs_mpiexec
 @x86
 def test_a_resume_with_other_kernels_says_so_and_one_with_the_same_does_not(flags, tmp_path):
-    out, more = tmp_path / "out", [*flags, "--schedule", "constant", "--save-every", "1"]
-    train(1, out, *more, "--steps", "1")
+    out, args = tmp_path / "out", [*flags, "--schedule", "constant", "--save-every", "1"]
+    train(1, out, *args, "--steps", "1")
     stored = GGUFFile.open(out / "latest" / "optimizer.gguf").metadata["training.machine"]
     assert set(MACHINE) <= set(json.loads(stored))
-    assert "warning" not in train(2, out, *more, "--steps", "2")
+    assert "warning" not in train(2, out, *args, "--steps", "2")
     for mode in (["--dry-run"], []):
-        printed = train(1, out, *more, *mode, "--steps", "3", operations=REFERENCE | KERNELS)
+        printed = train(1, out, *args, *mode, "--steps", "3", operations=REFERENCE | KERNELS)
         assert "the checkpoint was made with BLAS openblas" in printed
     assert "warning: the checkpoint was made with BLAS openblas" in printed
     assert "Nehalem: " in printed

@@ -118,8 +118,8 @@ def assert_saved(out: Path) -> int:
 @needs_mpiexec
 def test_ctrl_c_under_a_launcher_saves_and_the_same_command_goes_on(flags, tmp_path):
     out = tmp_path / "out"
-    more = ["--out", str(out), *flags, "--schedule", "constant"]
-    with terminal(*launcher(), "-n", "2", *TRAIN, *more, *ENDLESS) as screen:
+    args = ["--out", str(out), *flags, "--schedule", "constant"]
+    with terminal(*launcher(), "-n", "2", *TRAIN, *args, *ENDLESS) as screen:
         wait_for_lines(out / "metrics.jsonl", 5, screen)
         screen.press(CTRL_C)
         status = screen.wait()
@@ -132,8 +132,8 @@ def test_ctrl_c_under_a_launcher_saves_and_the_same_command_goes_on(flags, tmp_p
     else:
         assert (status, told(out)) == (FAILED, ("stopped", "SIGTERM"))
         assert screen.text.count("stopping after this step") == 1, screen.text
-    train(2, out, *more[2:], "--steps", str(stopped + 2))
-    train(1, tmp_path / "unbroken", *more[2:], "--steps", str(stopped + 2))
+    train(2, out, *args[2:], "--steps", str(stopped + 2))
+    train(1, tmp_path / "unbroken", *args[2:], "--steps", str(stopped + 2))
     assert_same_run(out, tmp_path / "unbroken")
 
 
@@ -410,11 +410,11 @@ def test_by_default_a_run_saves_now_and_then_by_the_clock_of_rank_0(flags, tmp_p
     """Saves that depend on the time do not change the bits."""
     script = tmp_path / "soon.py"
     script.write_text(SOON)
-    more = [*flags, "--steps", "4", "--keep", "2"]
-    printed = train(2, tmp_path / "out", *more, script=script)
+    args = [*flags, "--steps", "4", "--keep", "2"]
+    printed = train(2, tmp_path / "out", *args, script=script)
     assert printed.count("saved ") == 4
     assert len(list((tmp_path / "out").glob("step-*"))) == 2, "--keep must apply"
-    printed = train(2, tmp_path / "at-the-end", *more, "--save-every", "0", script=script)
+    printed = train(2, tmp_path / "at-the-end", *args, "--save-every", "0", script=script)
     assert printed.count("saved ") == 1
     assert_same_run(tmp_path / "out", tmp_path / "at-the-end")
     assert "save_every" not in (tmp_path / "out" / "config.toml").read_text()

@@ -65,12 +65,12 @@ def test_a_template_is_given_what_flags_say_as_in_transformers(tmp_path):
     line = written(tmp_path, {"messages": said("a", "b")}, {"messages": said("a", "b", system="own")})
     settings = inputs(template_var=["v=[1]"], enable_thinking="false", system="s")
     chats = list(ConversationReader(chat_tokenizer(SHOWING), inputs=settings).read([("c", line)]))
-    for each, system in zip(chats, ("s", "own"), strict=True):
+    for chat, system in zip(chats, ("s", "own"), strict=True):
         expected = transformers_tokenizer().apply_chat_template(
             said("a", "b", system=system), chat_template=SHOWING, v=[1], enable_thinking=False, tokenize=False
         )
-        assert each.text == expected
-        assert answers_in(each) == ["b<|im_end|>"]
+        assert chat.text == expected
+        assert answers_in(chat) == ["b<|im_end|>"]
 
 
 def test_a_message_of_the_system_moves_what_counts(tmp_path):
@@ -78,9 +78,9 @@ def test_a_message_of_the_system_moves_what_counts(tmp_path):
     silent = {"role": "assistant", "content": "no", "weight": 0}
     line = written(tmp_path, row, {"messages": [*said("a", "yes", "b"), silent]})
     reads = ConversationReader(chat_tokenizer(CHATML), inputs=TemplateInputs(system="s"))
-    for each in reads.read([("c", line)]):
-        assert each.text.startswith("<|im_start|>system\ns<|im_end|>")
-        assert answers_in(each) == ["yes<|im_end|>"]
+    for chat in reads.read([("c", line)]):
+        assert chat.text.startswith("<|im_start|>system\ns<|im_end|>")
+        assert answers_in(chat) == ["yes<|im_end|>"]
 
 
 def test_variables_are_of_the_digest_of_data_and_of_the_entry_of_encoded_text(tmp_path, monkeypatch):
@@ -135,10 +135,10 @@ def test_rows_with_tools_take_the_template_that_transformers_takes(case, tmp_pat
     line = written(tmp_path, {"messages": said("a")}, {"messages": said("a"), "tools": TOOLS})
     chats = ConversationReader(ours, "all").read([("c", line)])
     rendered = [theirs.apply_chat_template(said("a"), tools=tools, tokenize=False) for tools in (None, TOOLS)]
-    assert [each.text for each in chats] == rendered
+    assert [chat.text for chat in chats] == rendered
     write_model(tmp_path / "m.gguf", ours.metadata())
     twin = BPETokenizer(GGUFFile.open(tmp_path / "m.gguf").metadata)
-    assert [each.text for each in ConversationReader(twin, "all").read([("c", line)])] == rendered
+    assert [chat.text for chat in ConversationReader(twin, "all").read([("c", line)])] == rendered
     (tmp_path / "out").mkdir()
     for name, content in (("tokenizer.json", tokenizer_json), ("tokenizer_config.json", tokenizer_config)):
         (tmp_path / "out" / name).write_text(json.dumps(content(twin.metadata())))

@@ -339,8 +339,8 @@ def stopped(long, monkeypatch, parts):
     """Run until a signal comes after `parts` complete parts; return the exit status."""
     real, left = encode_parts.PartWriter.finish, [parts]
 
-    def finish(self, about):
-        real(self, about)
+    def finish(self, facts):
+        real(self, facts)
         left[0] -= 1
         if not left[0]:
             signals.caught = "SIGTERM"

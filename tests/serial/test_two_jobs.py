@@ -86,8 +86,8 @@ def test_the_second_job_is_refused_and_touches_nothing(first, job, tmp_path):
         (out / name).mkdir()
         (out / name / "file").write_text("of the first")
     before, pid = snapshot(out), status_of(out)["pid"]
-    for more in ([], ["--resume", "never"]):
-        assert_refused(run_job(3, [*job, *more], timeout=30, cwd=tmp_path), out, pid)
+    for extra in ([], ["--resume", "never"]):
+        assert_refused(run_job(3, [*job, *extra], timeout=30, cwd=tmp_path), out, pid)
     assert snapshot(out) == before
     status, _, errors = run_job(1, [*job, "--dry-run"], timeout=30, cwd=tmp_path)
     assert (status, errors) == (0, ""), "a dry run needs no lock"
