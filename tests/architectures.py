@@ -125,9 +125,9 @@ ROWS = {
 def build(arch: str, sizes: Sizes, **changes: Any) -> ModelConfig:
     """Return a row's model with a test's sizes and an untied head; `changes` overrides fields."""
     row, kind = ROWS[arch], ARCHITECTURES[arch]
-    given = {"block_count": row.blocks, "tied": False, **sizes, **row.fit(sizes), **row.settings}
-    known = {part.name for part in fields(kind)}
-    config = kind(**{name: value for name, value in given.items() if name in known})
+    settings = {"block_count": row.blocks, "tied": False, **sizes, **row.fit(sizes), **row.settings}
+    names = {part.name for part in fields(kind)}
+    config = kind(**{name: value for name, value in settings.items() if name in names})
     return replace(config, **changes)
 
 
@@ -163,9 +163,9 @@ def tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     block |= {f"{name}.bias": shape(row.block[name], lengths)[:1] for name in biased}
     around = lengths | {"V": config.vocab_size, "C": config.context_length}
     outer = row.outer if config.tied else {**row.outer, "output": "VE"}
-    found = {f"{name}.weight": shape(letters, around) for name, letters in outer.items()}
+    shapes = {f"{name}.weight": shape(letters, around) for name, letters in outer.items()}
     if config.arch == "gpt2":
-        found["output_norm.bias"] = (config.embedding_length,)
-    return found | {
+        shapes["output_norm.bias"] = (config.embedding_length,)
+    return shapes | {
         f"blk.{i}.{name}": shape for i in range(config.block_count) for name, shape in block.items()
     }

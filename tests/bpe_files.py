@@ -105,14 +105,14 @@ def mixed_texts(count, more=(), seed=7):
         yield "".join(draw.choices([*PARTS, *more * 9], k=draw.randint(1, 14)))
 
 
-def pair_keys(pre, **more):
+def pair_keys(pre, **extra):
     """Return keys of a vocabulary with a token for each pair of bytes; its ids show nearly every split."""
     letters = byte_characters()
     pairs = [(a, b) for a in letters for b in letters]
     random.Random(1).shuffle(pairs)
     tokens = [*letters, *(a + b for a, b in pairs), "<|end|>"]
     end = {f"{name}_token_id": np.uint32(len(tokens) - 1) for name in ("bos", "eos")}
-    keys = keys_of(tokens, [f"{a} {b}" for a, b in pairs], pre=pre, add_bos_token=False, **end, **more)
+    keys = keys_of(tokens, [f"{a} {b}" for a, b in pairs], pre=pre, add_bos_token=False, **end, **extra)
     return {key: value for key, value in keys.items() if value is not None}
 
 
@@ -158,14 +158,14 @@ def smollm2_keys():
     return {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
 
 
-def keys_of(tokens, merges, *, pre="gpt-2", types=None, **more):
+def keys_of(tokens, merges, *, pre="gpt-2", types=None, **extra):
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": np.array(types or [1] * len(tokens), np.int32),
         "tokenizer.ggml.merges": merges,
-        **{f"tokenizer.ggml.{name}": value for name, value in more.items()},
+        **{f"tokenizer.ggml.{name}": value for name, value in extra.items()},
     }
 
 

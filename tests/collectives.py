@@ -27,25 +27,25 @@ def wild(rank, length, kind=np.float32):
 
 def reduced(comm, partition, contributors, accumulate, kind, place):
     """Start a reduction of every rank's values; return (handle, full, out)."""
-    given = wild(comm.rank, partition.length, kind)
+    source = wild(comm.rank, partition.length, kind)
     if comm.rank >= contributors:
-        given = np.full(partition.length, np.nan if comm.exact else 0, kind)
+        source = np.full(partition.length, np.nan if comm.exact else 0, kind)
     part = partition.part(comm.rank)
     before = np.full(part.stop - part.start, np.nan, np.float32)
     if accumulate:
         before = wild(1000, partition.length)[part]
-    full, out = place(given), place(before)
+    full, out = place(source), place(before)
     handle = comm.reduce_scatter(
         full, out, partition, contributors=contributors, accumulate=accumulate, label="test"
     )
     return handle, full, out
 
 
-def near(found, parts):
+def near(actual, parts):
     """Return whether the result is the sum of the parts in any order of addition."""
     wide = [part.astype(np.float64) for part in parts]
-    buffer = 8 * len(parts) * np.finfo(found.dtype).eps * np.sum(np.abs(wide), axis=0)
-    return bool(np.all(np.abs(found - np.sum(wide, axis=0)) <= buffer))
+    buffer = 8 * len(parts) * np.finfo(actual.dtype).eps * np.sum(np.abs(wide), axis=0)
+    return bool(np.all(np.abs(actual - np.sum(wide, axis=0)) <= buffer))
 
 
 def poll(ready, patience=20.0):
@@ -75,34 +75,34 @@ class OfDevices:
     lengths = LENGTHS
 
     def same_bits(self, side, array, expected):
-        found = side.download(array)
-        assert found.dtype == expected.dtype
-        assert found.tobytes() == expected.tobytes()
+        actual = side.download(array)
+        assert actual.dtype == expected.dtype
+        assert actual.tobytes() == expected.tobytes()
 
     @over_kinds
     @pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
     def test_allgather(self, comm, side, kind, in_place):
         started = []
         for length, quantum in self.lengths:
-            partition, whole = Partition(length, comm.size, quantum), wild(7, length, kind)
+            partition, values = Partition(length, comm.size, quantum), wild(7, length, kind)
             part, before = partition.part(comm.rank), np.full(length, 77, kind)
             if in_place:
-                before[part] = whole[part]
-            full, shard = side.upload(before), side.upload(whole[part])
+                before[part] = values[part]
+            full, shard = side.upload(before), side.upload(values[part])
             handle = comm.allgather(None if in_place else shard, full, partition, "test")
-            started.append((handle, full, whole, shard, whole[part]))
-        for handle, full, whole, shard, own in started:
+            started.append((handle, full, values, shard, values[part]))
+        for handle, full, values, shard, piece in started:
             handle.wait()
-            self.same_bits(side, full, whole)
-            self.same_bits(side, shard, own)
+            self.same_bits(side, full, values)
+            self.same_bits(side, shard, piece)
 
     @over_kinds
     def test_broadcast_from_each_root(self, comm, side, kind):
         for root in range(comm.size):
-            whole = wild(root, max(length for length, _ in self.lengths), kind)
-            array = side.upload(whole if comm.rank == root else np.zeros_like(whole))
+            values = wild(root, max(length for length, _ in self.lengths), kind)
+            array = side.upload(values if comm.rank == root else np.zeros_like(values))
             comm.broadcast(array, root, "test").wait()
-            self.same_bits(side, array, whole)
+            self.same_bits(side, array, values)
 
     @over_kinds
     @set_or_add
@@ -113,12 +113,12 @@ class OfDevices:
             for contributors in range(exact.size + 1)
         ]
         started = [reduced(exact, *case, accumulate, kind, side.upload) for case in cases]
-        wanted = [reduced(on_host(), *case, accumulate, kind, np.copy) for case in cases]
-        for (other, given, expected), (handle, full, out) in zip(wanted, started, strict=True):
+        references = [reduced(on_host(), *case, accumulate, kind, np.copy) for case in cases]
+        for (other, source, expected), (handle, full, out) in zip(references, started, strict=True):
             other.wait()
             handle.wait()
             self.same_bits(side, out, expected)
-            self.same_bits(side, full, given)
+            self.same_bits(side, full, source)
 
     @set_or_add
     def test_fast_reduction_is_close(self, fast, side, accumulate):

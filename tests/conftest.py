@@ -134,8 +134,8 @@ class Harness:
     def pytest_collection_modifyitems(self, config, items):
         """Leave out tests that do not fit this world size; stop if the ranks collected different tests."""
         leave_out = {item: reason for item in items if (reason := self.reason_to_leave_out(item))}
-        kept = (item for item in items if item not in leave_out)
-        leave_out |= dict.fromkeys(beyond_pairs(kept), THIRD_VALUES)
+        remaining = (item for item in items if item not in leave_out)
+        leave_out |= dict.fromkeys(beyond_pairs(remaining), THIRD_VALUES)
         if leave_out:
             config.hook.pytest_deselected(items=list(leave_out))
             items[:] = [item for item in items if item not in leave_out]

@@ -70,16 +70,16 @@ def shapes(config):
 
 def gpt2_shapes(config):
     E, V, F = config["n_embd"], config["vocab_size"], config.get("n_inner") or 4 * config["n_embd"]
-    found = {"transformer.wte.weight": (V, E), "transformer.wpe.weight": (config["n_positions"], E)}
+    table = {"transformer.wte.weight": (V, E), "transformer.wpe.weight": (config["n_positions"], E)}
     linear = {"attn.c_attn": (E, 3 * E), "attn.c_proj": (E, E), "mlp.c_fc": (E, F), "mlp.c_proj": (F, E)}
     for i in range(config["n_layer"]):
         for name, shape in linear.items():
-            found[f"transformer.h.{i}.{name}.weight"] = shape
-            found[f"transformer.h.{i}.{name}.bias"] = shape[1:]
+            table[f"transformer.h.{i}.{name}.weight"] = shape
+            table[f"transformer.h.{i}.{name}.bias"] = shape[1:]
         for name in ("ln_1", "ln_2"):
-            found |= {f"transformer.h.{i}.{name}.{kind}": (E,) for kind in ("weight", "bias")}
-    found |= {f"transformer.ln_f.{kind}": (E,) for kind in ("weight", "bias")}
-    return found if is_tied(config) else found | {"lm_head.weight": (V, E)}
+            table |= {f"transformer.h.{i}.{name}.{kind}": (E,) for kind in ("weight", "bias")}
+    table |= {f"transformer.ln_f.{kind}": (E,) for kind in ("weight", "bias")}
+    return table if is_tied(config) else table | {"lm_head.weight": (V, E)}
 
 
 NORMS = {"olmo2": ("post_attention_layernorm", "post_feedforward_layernorm")}
@@ -96,18 +96,18 @@ def expert_shapes(config, E, F):
     """Return the shapes of a block's expert tensors, as transformers 5.24 writes them."""
     N, S = experts_of(config), config.get("shared_intermediate_size")
     if config["model_type"].startswith("granite"):
-        found = {"router.layer": (N, E), "input_linear": (N, 2 * F, E), "output_linear": (N, E, F)}
-        found = {f"block_sparse_moe.{name}": shape for name, shape in found.items()}
+        table = {"router.layer": (N, E), "input_linear": (N, 2 * F, E), "output_linear": (N, E, F)}
+        table = {f"block_sparse_moe.{name}": shape for name, shape in table.items()}
         if S:
-            found |= {"shared_mlp.input_linear": (2 * S, E), "shared_mlp.output_linear": (E, S)}
-        return found
+            table |= {"shared_mlp.input_linear": (2 * S, E), "shared_mlp.output_linear": (E, S)}
+        return table
     mixtral = config["model_type"] == "mixtral"
     module, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", PROJECTIONS)
-    found = {f"{module}.gate": (N, E)}
+    table = {f"{module}.gate": (N, E)}
     for e in range(N):
         shapes = (F, E), (F, E), (E, F)
-        found |= {f"{module}.experts.{e}.{name}": shape for name, shape in zip(names, shapes, strict=True)}
-    return found
+        table |= {f"{module}.experts.{e}.{name}": shape for name, shape in zip(names, shapes, strict=True)}
+    return table
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -122,27 +122,27 @@ def rotary_shapes(config):
     if kind == "phi3":
         attention = {"qkv_proj": ((H + 2 * K) * D, E), "o_proj": (E, H * D)}
         feed_forward = {"gate_up_proj": (2 * F, E), "down_proj": (E, F)}
-    found = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
+    table = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,)}
     for i in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{i}."
         for name, shape in attention.items():
-            found[f"{prefix}self_attn.{name}.weight"] = shape
+            table[f"{prefix}self_attn.{name}.weight"] = shape
             if config.get("attention_bias") or (kind == "qwen2" and name != "o_proj"):
-                found[f"{prefix}self_attn.{name}.bias"] = shape[:1]
+                table[f"{prefix}self_attn.{name}.bias"] = shape[:1]
         if experts_of(config):
             shapes = expert_shapes(config, E, config.get("moe_intermediate_size", F))
-            found |= {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+            table |= {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
         for name, shape in {}.items() if experts_of(config) else feed_forward.items():
-            found[f"{prefix}mlp.{name}.weight"] = shape
+            table[f"{prefix}mlp.{name}.weight"] = shape
             if config.get("mlp_bias"):
-                found[f"{prefix}mlp.{name}.bias"] = shape[:1]
+                table[f"{prefix}mlp.{name}.bias"] = shape[:1]
         for name in NORMS.get(kind, ("input_layernorm", "post_attention_layernorm")):
-            found[f"{prefix}{name}.weight"] = (E,)
+            table[f"{prefix}{name}.weight"] = (E,)
         if kind in JOINT_NORMS:
-            found |= {f"{prefix}self_attn.{n}_norm.weight": (heads * D,) for n, heads in (("q", H), ("k", K))}
+            table |= {f"{prefix}self_attn.{n}_norm.weight": (heads * D,) for n, heads in (("q", H), ("k", K))}
         if kind in HEAD_NORMS:
-            found |= {f"{prefix}self_attn.{name}.weight": (D,) for name in ("q_norm", "k_norm")}
-    return found if is_tied(config) else found | {"lm_head.weight": (V, E)}
+            table |= {f"{prefix}self_attn.{name}.weight": (D,) for name in ("q_norm", "k_norm")}
+    return table if is_tied(config) else table | {"lm_head.weight": (V, E)}
 
 
 def random_tensors(config, seed=0):
@@ -317,9 +317,9 @@ def mixture(config, w, i, x):
     router = w[f"{P}{module}.{'router.layer' if granite else 'gate'}.weight"]
     y = np.zeros_like(x)
     for t, p in enumerate(softmax(x @ router.T)):
-        chosen = np.argsort(-p, kind="stable")[:U]
-        total = p[chosen].sum() if config.get("norm_topk_prob", True) else 1
-        for e in chosen:
+        experts = np.argsort(-p, kind="stable")[:U]
+        total = p[experts].sum() if config.get("norm_topk_prob", True) else 1
+        for e in experts:
             if granite:
                 gate, up = np.split(w[f"{P}{module}.input_linear.weight"][e], 2)
                 down = w[f"{P}{module}.output_linear.weight"][e]

@@ -70,12 +70,12 @@ def prepare_process() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup set it; jobs must not inherit it
         signal.signal(signal.SIGHUP, lambda number, frame: None)
-    wanted = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+    preset = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     ranks = max(int(os.environ.get(name, 1)) for name in SIZE_VARIABLES)
     if ranks > len(os.sched_getaffinity(0)):
-        wanted |= {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864"}
-    for name in wanted.keys() - os.environ.keys():
-        os.environ[name] = wanted[name]
+        preset |= {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "MPIR_CVAR_ALLGATHERV_PIPELINE_MSG_SIZE": "67108864"}
+    for name in preset.keys() - os.environ.keys():
+        os.environ[name] = preset[name]
         _set_for_this_process.add(name)
 
 
@@ -91,22 +91,22 @@ def clean_environment() -> dict[str, str]:
     def of_outer_job(name: str) -> bool:
         return in_job and bool(JOB_VARIABLES.match(name)) and not SETTINGS.match(name)
 
-    kept = {
+    environ = {
         name: value
         for name, value in os.environ.items()
         if name not in {*_set_for_this_process, "PYTHONDONTWRITEBYTECODE"} and not of_outer_job(name)
     }
-    return kept | REFERENCE
+    return environ | REFERENCE
 
 
 def launcher() -> list[str]:
     if "ZERO_MPI_MPIEXEC" in os.environ:
         return shlex.split(os.environ["ZERO_MPI_MPIEXEC"])
     folder = str(Path(sys.executable).parent)
-    found = shutil.which("mpiexec", path=folder) or shutil.which("mpiexec")
-    if found is None:
+    path = shutil.which("mpiexec", path=folder) or shutil.which("mpiexec")
+    if path is None:
         raise FileNotFoundError("no mpiexec: install an MPI, e.g. pip install '.[mpich]'")
-    return [found]
+    return [path]
 
 
 def run_job(
@@ -195,8 +195,8 @@ def ranks_said(errors: str) -> str:
 
 @functools.cache
 def launcher_kind() -> str:
-    said = run_command([*launcher(), "--version"], timeout=20, merge=True)[1]
-    return "intel" if "Intel(R) MPI" in said else "mpich" if "HYDRA" in said else "openmpi"
+    output = run_command([*launcher(), "--version"], timeout=20, merge=True)[1]
+    return "intel" if "Intel(R) MPI" in output else "mpich" if "HYDRA" in output else "openmpi"
 
 
 LIBRARY = (
@@ -205,8 +205,8 @@ LIBRARY = (
 
 
 def library() -> str:
-    status, said, errors = run_command([sys.executable, "-c", LIBRARY], timeout=20)
-    lines = (said if status == 0 else errors).strip().splitlines() or ["nothing was said"]
+    status, output, errors = run_command([sys.executable, "-c", LIBRARY], timeout=20)
+    lines = (output if status == 0 else errors).strip().splitlines() or ["nothing was said"]
     return " ".join(lines[0 if status == 0 else -1].partition(", package")[0].split())
 
 
@@ -216,11 +216,11 @@ def hands_sigterm_on() -> bool:
 
 
 def start(
-    command: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None, **more: Any
+    command: Sequence[str | os.PathLike[str]], env: Mapping[str, str] | None, **options: Any
 ) -> subprocess.Popen[bytes]:
     """Start a command without input in a session of its own; `env` is added to a clean environment."""
     env = clean_environment() | dict(env or {})
-    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True, **more)
+    return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True, **options)
 
 
 def run_command(
@@ -267,12 +267,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
     _running.discard(process.pid)
 
 
-def until(holds: Callable[[], object], what: str, seconds: float = 60, process: Any = None) -> None:
+def until(holds: Callable[[], object], event: str, seconds: float = 60, process: Any = None) -> None:
     """Wait until a condition holds; fail after `seconds`, or when `process` ends earlier."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert process is None or process.poll() is None, f"the process ended without {what}"
-        assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"
+        assert process is None or process.poll() is None, f"the process ended without {event}"
+        assert time.monotonic() < deadline, f"waited {seconds:g} s for {event}"
         time.sleep(0.002)
 
 

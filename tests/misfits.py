@@ -21,8 +21,8 @@ def numbers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def drawn(shape: tuple[int, ...], kind: str, number: int, below: int) -> np.ndarray:
-    found = numbers(*shape, seed=number)
-    return (np.abs(100 * found) % max(1, below - 1)).astype(np.int64) if kind == "whole" else found
+    values = numbers(*shape, seed=number)
+    return (np.abs(100 * values) % max(1, below - 1)).astype(np.int64) if kind == "whole" else values
 
 
 def of_experts() -> dict[str, Given]:
@@ -54,7 +54,7 @@ def special() -> dict[str, Given]:
 @cache
 def fitting(**sizes: int) -> dict[str, Given]:
     examples = {name: example(one, SIZES | sizes, drawn, True) for name, one in OPERATIONS.items()}
-    return {name: given | special().get(name, {}) for name, given in examples.items()}
+    return {name: args | special().get(name, {}) for name, args in examples.items()}
 
 
 # (operation, argument) -> changes that are valid too: axes of other lengths, `more` or `fewer` axes.
@@ -92,39 +92,39 @@ def changed(x: np.ndarray) -> Iterator[tuple[Any, np.ndarray]]:
 
 def calls(name: str) -> Iterator[tuple[str, bool, Given]]:
     """Yield (label, whether it is valid, arguments) of calls that replace one array of the valid call."""
-    for argument, whole in fitting()[name].items():
-        if isinstance(whole, np.ndarray):
-            for what, other in changed(whole):
-                given = fitting()[name] | {argument: other}
+    for argument, array in fitting()[name].items():
+        if isinstance(array, np.ndarray):
+            for label, other in changed(array):
+                args = fitting()[name] | {argument: other}
                 yield (
-                    f"{argument} {what} {other.shape} {other.dtype}",
-                    what in FREE.get((name, argument), ()),
-                    given,
+                    f"{argument} {label} {other.shape} {other.dtype}",
+                    label in FREE.get((name, argument), ()),
+                    args,
                 )
 
 
-def call(name: str, given: Given, place: Callable[[np.ndarray], Any]) -> tuple[Any, Given]:
-    there = {k: place(x) if isinstance(x, np.ndarray) and k != "decay" else x for k, x in given.items()}
-    if name == "causal_attention_backward" and there["p"] is None:
-        dtype = BFLOAT16 if given["q"].dtype == BFLOAT16 else np.float32
+def call(name: str, args: Given, place: Callable[[np.ndarray], Any]) -> tuple[Any, Given]:
+    copies = {k: place(x) if isinstance(x, np.ndarray) and k != "decay" else x for k, x in args.items()}
+    if name == "causal_attention_backward" and copies["p"] is None:
+        dtype = BFLOAT16 if args["q"].dtype == BFLOAT16 else np.float32
         inputs = (place(fitting()[name][key].astype(dtype)) for key in "qkv")
-        there["p"] = ops.causal_attention(*inputs, there["scale"])[1]
-    values, positional = list(there.values()), 4 if name == "adamw" else len(there)
-    named = dict(list(there.items())[positional:])
-    return getattr(ops, name)(*values[:positional], **named), there
+        copies["p"] = ops.causal_attention(*inputs, copies["scale"])[1]
+    values, positional = list(copies.values()), 4 if name == "adamw" else len(copies)
+    named = dict(list(copies.items())[positional:])
+    return getattr(ops, name)(*values[:positional], **named), copies
 
 
-def is_refused(name: str, given: Given, place: Callable[[np.ndarray], Any]) -> bool:
+def is_refused(name: str, args: Given, place: Callable[[np.ndarray], Any]) -> bool:
     try:
-        call(name, given, place)
+        call(name, args, place)
     except ValueError as error:
         return str(error).startswith(f"{name}: ")
     return False
 
 
-def in_low_precision(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def in_low_precision(name: str, args: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments in bfloat16, except arrays of the optimizer and statistics, which stay float32."""
     float_only = name in ("adamw", "moving_average", "chunk_squares")
     wide = {entry.name for entry in OPERATIONS[name].signature.entries if float_only or entry.kind == "wide"}
-    low = {k: x.dtype == np.float32 and k not in wide for k, x in given.items() if isinstance(x, np.ndarray)}
-    return {key: x.astype(BFLOAT16) if low.get(key) else x for key, x in given.items()}
+    low = {k: x.dtype == np.float32 and k not in wide for k, x in args.items() if isinstance(x, np.ndarray)}
+    return {key: x.astype(BFLOAT16) if low.get(key) else x for key, x in args.items()}

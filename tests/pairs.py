@@ -31,8 +31,8 @@ def axes_of(item: pytest.Item) -> list[tuple[Any, ...]]:
     spec = getattr(item, "callspec", None)
     if spec is None:
         return []
-    got = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    groups = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in got]
+    axes = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    groups = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in axes]
     groups += [[name] for name in spec.params.keys() - {name for group in groups for name in group}]
     return sorted((*names, *(id(spec.params[name]) for name in names)) for names in groups)
 
@@ -40,7 +40,7 @@ def axes_of(item: pytest.Item) -> list[tuple[Any, ...]]:
 def spare(cases: list[tuple[Any, set[Any]]]) -> list[Any]:
     missing, left = set().union(*(pairs for _, pairs in cases)), list(cases)
     while missing:
-        taken = max(left, key=lambda case: len(case[1] & missing))
-        left.remove(taken)
-        missing -= taken[1]
+        best = max(left, key=lambda case: len(case[1] & missing))
+        left.remove(best)
+        missing -= best[1]
     return [item for item, _ in left]

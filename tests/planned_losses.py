@@ -36,8 +36,8 @@ def objective_of(case, module):
         windows.vocab = ids
         return Taught(module, StepLoader(windows, **sizes))
     prompt = 1 + half // 2 * case.preference.learns_prompts
-    counted, ends = np.tile(np.arange(half) >= prompt, 2), np.array([half, 2 * half])
-    pairs = [Document(str(n), rng.integers(ids, size=2 * half), b"", counted, ends) for n in range(9)]
+    mask, ends = np.tile(np.arange(half) >= prompt, 2), np.array([half, 2 * half])
+    pairs = [Document(str(n), rng.integers(ids, size=2 * half), b"", mask, ends) for n in range(9)]
     loader = StepLoader(PairWindows(stream_of(pairs), case.context), **sizes)
     return PreferenceObjective(module, loader, HeldOut({}), case.preference, case.base_is_reference)
 

@@ -25,8 +25,8 @@ STEPS, MICRO_BATCHES, SEQUENCES = 20, 2, 2
 
 def tokens_of(step, index):
     shape = SEQUENCES, SIZES["context_length"] + 1
-    found = (np.arange(shape[0] * shape[1]) * 7919 + 31 * step + index) % 1009 % SIZES["vocab_size"]
-    return found.reshape(shape)[:, :-1], found.reshape(shape)[:, 1:]
+    tokens = (np.arange(shape[0] * shape[1]) * 7919 + 31 * step + index) % 1009 % SIZES["vocab_size"]
+    return tokens.reshape(shape)[:, :-1], tokens.reshape(shape)[:, 1:]
 
 
 def trained(arch):
@@ -34,24 +34,24 @@ def trained(arch):
     module.initialize(seed=3)
     optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, MICRO_BATCHES)
     rate = schedule_of(Config(lr=1e-2, min_lr=1e-3, warmup=3, steps=STEPS))
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for step in range(STEPS):
         for index in accumulator:
             tokens, targets = tokens_of(step, index)
             accumulator.accumulate(tokens, nn.CrossEntropy(targets, 1 / (MICRO_BATCHES * targets.size)))
         loss, norm = accumulator.total_loss(), optimizer.step(rate(step), max_norm=0.5).grad_norm
-        found.update(f"{loss!r} {norm!r}\n".encode())
+        digest.update(f"{loss!r} {norm!r}\n".encode())
     for _, values in sorted(module.state_dict().items()):
-        found.update(np.ascontiguousarray(values).tobytes())
-    return f"{found.hexdigest()[:16]} loss {loss:.6f}"
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return f"{digest.hexdigest()[:16]} loss {loss:.6f}"
 
 
 def functions():
     x, generator = np.arange(1, 20001) * 0.0137, np.random.Generator(np.random.Philox(key=5))
-    found = [elementary.cosines(x), elementary.sines(x), elementary.normals(generator, x.size)]
-    found += [[of(each) for each in x[:500].tolist()] for of in (elementary.log, elementary.cosine)]
-    found += [elementary.power(0.95, x[:500]), [elementary.power(0.999, step) for step in range(500)]]
-    return hashlib.sha256(b"".join(np.asarray(values).tobytes() for values in found)).hexdigest()[:16]
+    arrays = [elementary.cosines(x), elementary.sines(x), elementary.normals(generator, x.size)]
+    arrays += [[of(each) for each in x[:500].tolist()] for of in (elementary.log, elementary.cosine)]
+    arrays += [elementary.power(0.95, x[:500]), [elementary.power(0.999, step) for step in range(500)]]
+    return hashlib.sha256(b"".join(np.asarray(values).tobytes() for values in arrays)).hexdigest()[:16]
 
 
 def main(names):

@@ -26,8 +26,8 @@ class Pressed(Layer):
         return {self.weight: Param((WIDTH,), "ones"), self.center: Param((WIDTH,), "zeros", buffer=True)}
 
     def tallies(self):
-        own = {f"{self.center}.sum": Tally((WIDTH,)), f"{self.center}.rows": Tally()}
-        return {"pressure": Tally(scale=0.3, value=square), "size": Tally(scale=0.02), **own}
+        extra = {f"{self.center}.sum": Tally((WIDTH,)), f"{self.center}.rows": Tally()}
+        return {"pressure": Tally(scale=0.3, value=square), "size": Tally(scale=0.02), **extra}
 
     def update(self, buffers, sums):
         mean = sums[f"{self.center}.sum"] / sums[f"{self.center}.rows"]

@@ -94,13 +94,13 @@ def main(ranks: int, flags: list[str]) -> None:
     own_source.cache_clear()
     dealt_out.cache_clear()
     Echo.said = Echo.heard = Echo.messages = 0
-    sys.addaudithook(lambda event, about: opened.append(str(about[0])) if event == "open" else None)
+    sys.addaudithook(lambda event, arguments: opened.append(str(arguments[0])) if event == "open" else None)
     tracemalloc.start()
     trainer = begin(ranks, [*flags, "--out", "run"])
     gc.collect()
-    kept = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([OF_OBJECTS]).traces)
-    found = {"files": len(opened), "said": Echo.said, "heard": Echo.heard, "messages": Echo.messages}
-    print(json.dumps(found | {"kept": kept, "ranks": trainer.world.size}))
+    memory = sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces([OF_OBJECTS]).traces)
+    figures = {"files": len(opened), "said": Echo.said, "heard": Echo.heard, "messages": Echo.messages}
+    print(json.dumps(figures | {"kept": memory, "ranks": trainer.world.size}))
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def rank_in(variables):
 
 
 def processes(mark):
-    found = {int(folder.name): variables_of(folder.name) for folder in Path("/proc").glob("[0-9]*")}
-    return {process: rank_in(got) for process, got in found.items() if got.get(MARK) == mark}
+    variables = {int(folder.name): variables_of(folder.name) for folder in Path("/proc").glob("[0-9]*")}
+    return {process: rank_in(environ) for process, environ in variables.items() if environ.get(MARK) == mark}
 
 
 def descendants(root):
@@ -64,12 +64,12 @@ def descendants(root):
             except (OSError, IndexError):
                 continue  # the process has ended in the meantime
             children.setdefault(parent, []).append(int(entry.name))
-    found, waiting = [], [root]
+    pids, waiting = [], [root]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found += below
+        pids += below
         waiting += below
-    return found
+    return pids
 
 
 def ranks_of(job):
@@ -104,9 +104,9 @@ def trial(out, flags, draw):
     command = [*launcher(), "-n", str(draw.choice([2, 3])), sys.executable, "-m", "zero_mpi.train", *flags]
     command += [*draw.choice(WAYS), "--steps", "100000", "--save-every", "1"]
     log = out.parent / "log"
-    with log.open("wb") as said:
+    with log.open("wb") as file:
         job = subprocess.Popen(
-            command, env=clean_environment() | {MARK: mark}, stdout=said, stderr=said, start_new_session=True
+            command, env=clean_environment() | {MARK: mark}, stdout=file, stderr=file, start_new_session=True
         )
     try:
         if draw.random() < 0.3:  # kill at any moment of the start
@@ -115,13 +115,13 @@ def trial(out, flags, draw):
             until(lambda: newest(out) > before or job.poll() is not None, "a checkpoint", PATIENCE)
             time.sleep(draw.random() * 0.2)
         assert job.poll() is None, log.read_text()
-        complete, found = newest(out), processes(mark)
-        ranks = sorted(pid for pid, rank in found.items() if rank >= 0)
+        complete, pids = newest(out), processes(mark)
+        ranks = sorted(pid for pid, rank in pids.items() if rank >= 0)
         if victim == "rank" and ranks:
             kill(draw.choice(ranks))
         elif victim == "job":
             os.kill(job.pid, signal.SIGSTOP)  # otherwise the launcher would clean up after its ranks
-            for pid in found:
+            for pid in pids:
                 kill(pid)
         if victim == "launcher" or not ranks:
             kill(job.pid)
@@ -171,10 +171,10 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", nargs="+", required=True)
     parser.add_argument("--shared-shm", action="store_true", help="other jobs use /dev/shm: skip its check")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    first, last = run(asked.out, asked.data, asked.count, asked.seed)
-    assert asked.shared_shm or last <= first, "/dev/shm has more segments than after the first kill"
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    first, last = run(options.out, options.data, options.count, options.seed)
+    assert options.shared_shm or last <= first, "/dev/shm has more segments than after the first kill"
 
 
 if __name__ == "__main__":

@@ -70,8 +70,8 @@ def read_verdict(status: int, output: str) -> Verdict:
     """Return the counts of a part; a part without exactly one summary counts as one failure."""
     summaries = [line.strip("= ") for line in output.splitlines() if SUMMARY.fullmatch(line.strip())]
     if len(summaries) != 1:
-        found = "no summary" if not summaries else f"{len(summaries)} summaries"
-        return Verdict(status or NO_VERDICT, found, Counter(failed=1))
+        text = "no summary" if not summaries else f"{len(summaries)} summaries"
+        return Verdict(status or NO_VERDICT, text, Counter(failed=1))
     counts: Counter[str] = Counter()
     for count, kind in COUNT.findall(summaries[0].partition(" in ")[0]):
         counts[COUNTED_AS.get(kind, kind)] += int(count)
@@ -120,10 +120,10 @@ def parts(sizes: list[int], paths: list[str]) -> list[Part]:
     serial = [path for path in paths if is_under("serial", path)]
     gpu = [path for path in paths if is_under("gpu", path)]
     parallel = [path for path in paths if path not in serial + gpu]
-    alone = [(name, 0, files) for name, files in share_out(serial)]
+    single = [(name, 0, files) for name, files in share_out(serial)]
     many = [(plural(ranks), ranks, parallel) for ranks in sizes if parallel]
     many += [(f"gpu, {plural(ranks)}", ranks, gpu) for ranks in sizes if gpu and ranks in GPU_SIZES]
-    return [part for both in zip_longest(alone, many) for part in both if part is not None]
+    return [part for both in zip_longest(single, many) for part in both if part is not None]
 
 
 def share_out(paths: list[str]) -> list[tuple[str, list[str]]]:
@@ -148,10 +148,10 @@ def is_under(folder: str, path: str) -> bool:
 
 
 def read_arguments() -> tuple[argparse.Namespace, list[str]]:
-    own, options = sys.argv[1:], []
-    if "--" in own:
-        cut = own.index("--")
-        own, options = own[:cut], own[cut + 1 :]
+    words, options = sys.argv[1:], []
+    if "--" in words:
+        cut = words.index("--")
+        words, options = words[:cut], words[cut + 1 :]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -159,13 +159,13 @@ def read_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--quick", action="store_true", help="leave out tests that add only more cases")
     parser.add_argument("--lanes", type=int, default=LANES, help=f"parts to run at a time, default {LANES}")
     parser.add_argument("paths", nargs="*")
-    args = parser.parse_args(own)
+    args = parser.parse_args(words)
     args.sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
     return args, ["--quick"] * args.quick + options
 
 
 def run_parts(
-    found: list[Part], lanes: int, options: list[str], limit: float, deadline: float
+    queue: list[Part], lanes: int, options: list[str], limit: float, deadline: float
 ) -> Iterator[tuple[str, Verdict]]:
     def run(part: Part) -> tuple[str, Verdict, str, float]:
         name, ranks, paths = part
@@ -174,7 +174,7 @@ def run_parts(
         return name, read_verdict(status, output), output, time.monotonic() - start
 
     with ThreadPoolExecutor(lanes) as pool:
-        for running in as_completed([pool.submit(run, part) for part in found]):
+        for running in as_completed([pool.submit(run, part) for part in queue]):
             name, verdict, output, seconds = running.result()
             print_part(name, verdict, output, seconds)
             yield name, verdict
@@ -220,10 +220,10 @@ def main() -> int:
     if not args.paths:
         compile_once()
     sizes = [int(size) for size in args.sizes.split(",")]
-    found = parts(sizes, args.paths or WHOLE)
+    queue = parts(sizes, args.paths or WHOLE)
     limit = float(os.environ.get("ZERO_MPI_JOB_TIMEOUT", "3600"))
     deadline = time.monotonic() + float(os.environ.get("ZERO_MPI_SUITE_TIMEOUT", math.inf))
-    total, failed = count(run_parts(found, args.lanes, options, limit, deadline))
+    total, failed = count(run_parts(queue, args.lanes, options, limit, deadline))
     if total["passed"] == 0 and not failed:
         failed.append("everything: nothing passed")
         total["failed"] = 1

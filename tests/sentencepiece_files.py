@@ -16,18 +16,18 @@ BYTES = [(f"<0x{byte:02X}>", 6) for byte in range(256)]
 
 
 def texts() -> list[str]:
-    found = [*bpe_files.TEXTS, *bpe_files.random_texts(50), Path(__file__).read_text()]
-    return [text.replace("\0", "") for text in found] * 3  # llama.cpp ends tokens at a zero byte
+    samples = [*bpe_files.TEXTS, *bpe_files.random_texts(50), Path(__file__).read_text()]
+    return [text.replace("\0", "") for text in samples] * 3  # llama.cpp ends tokens at a zero byte
 
 
-def keys_of(model: str, tokens: list[tuple[str, int]], scores: Any, **more: Any) -> dict[str, Any]:
+def keys_of(model: str, tokens: list[tuple[str, int]], scores: Any, **extra: Any) -> dict[str, Any]:
     return {
         "tokenizer.ggml.model": model,
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": [token for token, _ in tokens],
         "tokenizer.ggml.token_type": np.array([kind for _, kind in tokens], np.int32),
         "tokenizer.ggml.scores": np.array(scores, np.float32),
-        **{f"tokenizer.ggml.{name}": value for name, value in more.items()},
+        **{f"tokenizer.ggml.{name}": value for name, value in extra.items()},
     }
 
 
@@ -39,8 +39,8 @@ def learnt_merges(size: int) -> list[str]:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, limit_alphabet=300)
     tokenizer.train_from_iterator(texts(), trainer)
-    found = tokenizer.get_vocab()
-    return sorted(found, key=found.__getitem__)
+    vocab = tokenizer.get_vocab()
+    return sorted(vocab, key=vocab.__getitem__)
 
 
 @cache
@@ -54,23 +54,23 @@ def learnt_unigram(size: int) -> list[tuple[str, float]]:
     return [(token, score) for token, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
 
 
-def merged(size: int = 1500, levels: int = 0, **more: Any) -> dict[str, Any]:
-    kept = [*SPECIAL, *BYTES]
-    named = {token for token, _ in kept}
+def merged(size: int = 1500, levels: int = 0, **extra: Any) -> dict[str, Any]:
+    base = [*SPECIAL, *BYTES]
+    named = {token for token, _ in base}
     tokens = [(token, 1) for token in learnt_merges(size) if token not in named]
     scores = [-float(i % levels if levels else i) for i in range(len(tokens))]
-    more = {"bos_token_id": np.uint32(1), "eos_token_id": np.uint32(2), **more}
-    return keys_of("llama", [*kept, *tokens], [0.0] * len(kept) + scores, **more)
+    extra = {"bos_token_id": np.uint32(1), "eos_token_id": np.uint32(2), **extra}
+    return keys_of("llama", [*base, *tokens], [0.0] * len(base) + scores, **extra)
 
 
-def likely(size: int = 1500, **more: Any) -> dict[str, Any]:
+def likely(size: int = 1500, **extra: Any) -> dict[str, Any]:
     special = [("<pad>", 3), ("</s>", 3), ("<unk>", 2), ("<s>", 3), ("<|user|>", 3), ("<|tool|>", 4)]
     special.append(("de", 5))
     named = {token for token, _ in special}
     learnt = [(token, score) for token, score in learnt_unigram(size) if token not in named]
     tokens = [*special, *((token, 1) for token, _ in learnt)]
     scores = [0.0] * 6 + [-3.0] + [score for _, score in learnt]
-    return keys_of("t5", tokens, scores, **more)
+    return keys_of("t5", tokens, scores, **extra)
 
 
 def fuzzed(count: int, seed: int = 7) -> list[str]:
@@ -79,7 +79,7 @@ def fuzzed(count: int, seed: int = 7) -> list[str]:
     spelt = [token for token, _ in SPECIAL]
     spelt += ["<0x41>", "<|use", "▁", "▁▁", "<s", "\u3000", "ﬁ", "①", "Å", "e\u0301", "--", "ab"]
     planes = [*range(32, 0x3000), *range(0x3000, 0xD800, 7), *range(0xE000, 0x110000, 97)]
-    found = []
+    samples = []
     for _ in range(count):
         parts = []
         for _ in range(draw.randint(1, 8)):
@@ -96,8 +96,8 @@ def fuzzed(count: int, seed: int = 7) -> list[str]:
                 parts.append(" " * draw.randint(1, 4))
             else:
                 parts.append("".join(map(chr, draw.choices(planes, k=4))))
-        found.append("".join(parts))
-    return found
+        samples.append("".join(parts))
+    return samples
 
 
 SPELLINGS = {  # text -> its spelling in a charsmap: cases of NFKC, spaces, longest prefixes, empty spellings
@@ -140,10 +140,10 @@ def place_children(prefix: bytes, node: int, offsets: dict[bytes, int], nodes: A
     """Place the children of a prefix's node: choose a base at which their slots are free."""
     longer = [key for key in offsets if key.startswith(prefix) and len(key) > len(prefix)]
     letters = sorted({key[len(prefix)] for key in longer})
-    wanted = [0, *letters] if prefix in offsets else letters
-    base = next(b for b in range(1, len(nodes)) if not any(taken[b ^ c] for c in wanted))
+    codes = [0, *letters] if prefix in offsets else letters
+    base = next(b for b in range(1, len(nodes)) if not any(taken[b ^ c] for c in codes))
     nodes[node] |= (node ^ base) << 10 | (prefix in offsets) << 8
-    taken[[base ^ c for c in wanted]] = True
+    taken[[base ^ c for c in codes]] = True
     if prefix in offsets:
         nodes[base] = 1 << 31 | offsets[prefix]
     for letter in letters:
@@ -155,7 +155,7 @@ def over_words(keys: dict[str, Any]) -> dict[str, Any]:
     """Return the same keys with tokens that cross the border between two words."""
     names = ("tokens", "token_type", "scores")
     tokens, types, scores = (list(keys[f"tokenizer.ggml.{name}"]) for name in names)
-    more = [token for token in ("e▁", "e▁t", "n▁", "n▁a", "a▁▁", ".▁") if token not in tokens]
-    added = (more, [1] * len(more), [-2.5 - i for i in range(len(more))])
+    extra = [token for token in ("e▁", "e▁t", "n▁", "n▁a", "a▁▁", ".▁") if token not in tokens]
+    added = (extra, [1] * len(extra), [-2.5 - i for i in range(len(extra))])
     values = (tokens + added[0], np.int32(types + added[1]), np.float32(scores + added[2]))
     return keys | {f"tokenizer.ggml.{name}": value for name, value in zip(names, values, strict=True)}

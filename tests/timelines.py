@@ -40,13 +40,13 @@ def check_nesting(track):
         around.append(end)
 
 
-def event(rank, family, kind, begun, ended, *, step=1, **about):
-    args = {"kind": kind, "step": step, **about}
+def event(rank, family, kind, begun, ended, *, step=1, **fields):
+    args = {"kind": kind, "step": step, **fields}
     times = {"ts": begun, "dur": ended - begun}
     return {"name": kind, "cat": family, "ph": "X", "pid": rank + 1, "tid": 1, **times, "args": args}
 
 
-def save(path, events, **about):
-    head = json.dumps({"otherData": {"zero_mpi": "0", **about}})[:-1]
+def save(path, events, **fields):
+    head = json.dumps({"otherData": {"zero_mpi": "0", **fields}})[:-1]
     path.write_text(f'{head},\n"traceEvents":[\n' + ",\n".join(map(json.dumps, events)) + "\n]}\n")
     return path

@@ -35,10 +35,10 @@ ADAPTED = {
 
 
 def micro_batch(step, number, config, rows=2):
-    drawn = np.random.default_rng([step, number]).integers(
+    tokens = np.random.default_rng([step, number]).integers(
         0, config.vocab_size, (rows, config.context_length + 1)
     )
-    return drawn[:, :-1], drawn[:, 1:]
+    return tokens[:, :-1], tokens[:, 1:]
 
 
 def make(comm, config, strategy=FULL_SHARD, *, recompute=False, seed=0, **options):
@@ -49,12 +49,12 @@ def make(comm, config, strategy=FULL_SHARD, *, recompute=False, seed=0, **option
 
 def run_step(module, accumulator, config, step, micro_batches):
     tokens = (2 * micro_batches - 1) * config.context_length
-    for own in accumulator:
-        if own is None:
+    for number in accumulator:
+        if number is None:
             accumulator.accumulate(None)
             continue
-        rows = 1 if own == micro_batches - 1 else 2
-        x, targets = micro_batch(step, own, config, rows)
+        rows = 1 if number == micro_batches - 1 else 2
+        x, targets = micro_batch(step, number, config, rows)
         accumulator.accumulate(x, partial(cross_entropy, targets=targets, scale=1 / tokens))
 
 

@@ -25,19 +25,19 @@ SIZES = {"layers": 2, "dim": 256, "heads": 4, "kv_heads": 2, "ffn": 256, "contex
 
 def some_blocks(name, count, seed=0):
     """Return bytes of blocks with small scales and otherwise random bits."""
-    kind, drawn = BLOCK_KINDS[name], np.random.default_rng([seed, count])
+    kind, generator = BLOCK_KINDS[name], np.random.default_rng([seed, count])
     if name in PLAIN:
-        return (0.05 * drawn.standard_normal(count) + 1).astype(PLAIN[name]).view(np.uint8)
-    blocks = drawn.integers(256, size=(count, kind.nbytes), dtype=np.uint8)
+        return (0.05 * generator.standard_normal(count) + 1).astype(PLAIN[name]).view(np.uint8)
+    blocks = generator.integers(256, size=(count, kind.nbytes), dtype=np.uint8)
     for at in SCALES[name]:
-        scales = drawn.uniform(-2e-3, 2e-3, (count, 1)).astype(np.float16)
+        scales = generator.uniform(-2e-3, 2e-3, (count, 1)).astype(np.float16)
         blocks[:, at : at + 2] = scales.view(np.uint8)
     return blocks.reshape(-1)
 
 
-def base(tied, **more):
+def base(tied, **extra):
     """Return a model with adapters, and the bytes of its base by name, in blocks of many types."""
-    model = Llama.from_flags(SIZES | {"tied": tied} | more)
+    model = Llama.from_flags(SIZES | {"tied": tied} | extra)
     kinds = {}
     for number, (name, param) in enumerate(model.params().items()):
         of_norm = len(param.shape) == 1

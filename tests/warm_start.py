@@ -37,9 +37,9 @@ def client(address: str, arguments: list[str]) -> None:
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
     connection.connect("\0" + address)
     files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
-    asked = {"arguments": arguments, "environ": dict(os.environ), "folder": os.getcwd(), "files": files}
-    asked["cores"] = sorted(os.sched_getaffinity(0))
-    request = json.dumps(asked).encode()
+    fields = {"arguments": arguments, "environ": dict(os.environ), "folder": os.getcwd(), "files": files}
+    fields["cores"] = sorted(os.sched_getaffinity(0))
+    request = json.dumps(fields).encode()
     rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", files))]
     connection.sendmsg([len(request).to_bytes(HEAD, "little")], rights)
     connection.sendall(request)
@@ -78,8 +78,8 @@ class Server:
                     self.leave()
                 elif file in self.ranks:
                     self.end(file)
-                elif file == self.listening.fileno() and (asked := self.begin()) is not None:
-                    return asked
+                elif file == self.listening.fileno() and (request := self.begin()) is not None:
+                    return request
 
     def leave(self) -> None:
         for pid in {pid for pid, _, _ in self.ranks.values()}:
@@ -93,15 +93,15 @@ class Server:
         length, text = int.from_bytes(head, "little"), b""
         while len(text) < length:
             text += connection.recv(length - len(text))
-        given = array.array("i", rights[0][2]).tolist()
+        files = array.array("i", rights[0][2]).tolist()
         pid = os.fork()
         if not pid:
-            for kept in (connection, self.listening, *{each for _, _, each in self.ranks.values()}):
-                kept.close()
+            for handle in (connection, self.listening, *{each for _, _, each in self.ranks.values()}):
+                handle.close()
             for ended in {ended for _, ended, _ in self.ranks.values()}:
                 os.close(ended)
-            return json.loads(text) | {"given": given}
-        for each in given:
+            return json.loads(text) | {"given": files}
+        for each in files:
             os.close(each)
         connection.sendall(str(pid).encode())
         rank = pid, os.pidfd_open(pid), connection
@@ -124,17 +124,17 @@ class Server:
         os.close(ended)
 
 
-def become(asked: dict) -> list[str]:
+def become(request: dict) -> list[str]:
     """Take over the client's files, environment and folder. Return its arguments."""
-    given = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in asked["given"]]
-    for file in asked["given"]:
+    files = [fcntl.fcntl(file, fcntl.F_DUPFD, 100) for file in request["given"]]
+    for file in request["given"]:
         os.close(file)
-    for file, wanted in zip(given, asked["files"], strict=True):
-        os.dup2(file, wanted)
+    for file, target in zip(files, request["files"], strict=True):
+        os.dup2(file, target)
         os.close(file)
     os.setsid()
-    os.chdir(asked["folder"])
-    os.sched_setaffinity(0, asked["cores"])
+    os.chdir(request["folder"])
+    os.sched_setaffinity(0, request["cores"])
     for name in SIGNALS:
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -142,11 +142,11 @@ def become(asked: dict) -> list[str]:
 
     threads = {name: os.environ[name] for name in environment.THREADS if name in os.environ}
     os.environ.clear()
-    os.environ.update(asked["environ"])
+    os.environ.update(request["environ"])
     for name, value in threads.items():  # keep the values with which NumPy was loaded
         os.environ.setdefault(name, value)
     environment.prepare()
-    return asked["arguments"]
+    return request["arguments"]
 
 
 def load() -> None:
@@ -188,9 +188,7 @@ def remember(module: object, name: str, argument: object) -> None:
 
     function = getattr(module, name)
     value, usual = function(argument), now()
-    setattr(
-        module, name, lambda *given: value if given == (argument,) and now() == usual else function(*given)
-    )
+    setattr(module, name, lambda *args: value if args == (argument,) and now() == usual else function(*args))
     remembered.append((module, name, function))
 
 

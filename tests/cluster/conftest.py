@@ -32,11 +32,11 @@ def pytest_collection_modifyitems(config, items):
     harness = config.pluginmanager.getplugin("zero_mpi-harness")
     if harness.world.size == 1 and any(map(asked_for, config.args)):
         return
-    own = [item for item in items if CLUSTER in item.path.parents]
-    if own:
-        config.hook.pytest_deselected(items=own)
-        items[:] = [item for item in items if item not in own]
-        harness.deselected[NOT_ASKED_FOR] = len(own)
+    skipped = [item for item in items if CLUSTER in item.path.parents]
+    if skipped:
+        config.hook.pytest_deselected(items=skipped)
+        items[:] = [item for item in items if item not in skipped]
+        harness.deselected[NOT_ASKED_FOR] = len(skipped)
 
 
 @pytest.fixture(scope="session")
@@ -44,8 +44,8 @@ def four_hosts() -> Iterator[Hosts]:
     """Hosts h1 to h4 with unlimited links. Tests must leave them as they are."""
     if reason := why_no_hosts():
         pytest.skip(reason)
-    with hosts(4) as here:
-        yield here
+    with hosts(4) as cluster:
+        yield cluster
 
 
 @pytest.fixture

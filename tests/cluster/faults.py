@@ -226,11 +226,11 @@ class Trial:
         path = self.out / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
-    def until(self, condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-        until = time.monotonic() + seconds
+    def until(self, condition: Callable[[], bool], label: str, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
         while not condition():
-            assert self.job.poll() is None, f"the job ended before {what}:\n{self.errors}"
-            assert time.monotonic() < until, f"{what}: not in {seconds} s\n{self.errors}"
+            assert self.job.poll() is None, f"the job ended before {label}:\n{self.errors}"
+            assert time.monotonic() < deadline, f"{label}: not in {seconds} s\n{self.errors}"
             time.sleep(0.01)
 
     def until_step(self, number: int) -> None:
@@ -238,7 +238,7 @@ class Trial:
 
     def ranks(self) -> dict[int, int]:
         """Return rank -> process of the living ranks on all hosts of this machine."""
-        found = {}
+        pids = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 try:
@@ -246,11 +246,11 @@ class Trial:
                     lines = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
                 except OSError:
                     continue  # the process has ended in the meantime
-                got = dict(line.partition("=")[::2] for line in lines)
-                own = [got[name] for name in RANK_VARIABLES if name in got]
-                if own and str(self.script) in arguments:
-                    found[int(own[0])] = int(entry.name)
-        return found
+                environ = dict(line.partition("=")[::2] for line in lines)
+                numbers = [environ[name] for name in RANK_VARIABLES if name in environ]
+                if numbers and str(self.script) in arguments:
+                    pids[int(numbers[0])] = int(entry.name)
+        return pids
 
     def end_of_job(self, seconds: float) -> float:
         """Wait until the launcher and all ranks have ended; return the seconds since the event."""
@@ -258,13 +258,13 @@ class Trial:
             self.job.wait(seconds + 10)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job has not ended\n{self.errors}") from None
-        took = time.monotonic() - self.begun
-        assert took < seconds, f"the job ended after {took:.1f} s\n{self.errors}"
+        duration = time.monotonic() - self.begun
+        assert duration < seconds, f"the job ended after {duration:.1f} s\n{self.errors}"
         while left := self.ranks():
-            over = time.monotonic() - self.begun
-            assert over < seconds + 10, f"ranks {left} are still running\n{self.errors}"
+            delay = time.monotonic() - self.begun
+            assert delay < seconds + 10, f"ranks {left} are still running\n{self.errors}"
             time.sleep(0.05)
-        return took
+        return duration
 
     def happens(self, event: Callable[["Trial"], None]) -> None:
         self.victim = self.ranks().get(VICTIM, 0)

@@ -84,11 +84,11 @@ class Hosts:
     ) -> list[str]:
         """Return the command of a job to start in `folder` with `jobs.clean_environment()` and `env`."""
         python, launcher = installed(mpi)
-        used = self.names[: -(-ranks // per_host)]
-        assert len(used) * per_host >= ranks, f"{ranks} ranks do not fit on {len(used)} hosts"
-        hostfile = self.state / f"{len(used)}x{per_host}.{mpi}"
+        names = self.names[: -(-ranks // per_host)]
+        assert len(names) * per_host >= ranks, f"{ranks} ranks do not fit on {len(names)} hosts"
+        hostfile = self.state / f"{len(names)}x{per_host}.{mpi}"
         line = LINES[FORMS.get(mpi, mpi)]
-        hostfile.write_text("".join(f"{line(HostEntry(name, per_host))}\n" for name in used))
+        hostfile.write_text("".join(f"{line(HostEntry(name, per_host))}\n" for name in names))
         flag = "-machinefile" if mpi == "impi" else "--hostfile"  # impi ignores ranks per host in a hostfile
         start = [launcher, flag, str(hostfile), "-n", str(ranks)]
         if mpi == "openmpi":

@@ -39,20 +39,20 @@ def kept(what: str, *arguments: str, env: Mapping[str, str]) -> Iterator[Path]:
         start_new_session=True,
     )
     try:
-        if said := until_up(keeper, what):
-            raise RuntimeError(f"no {what}: {said}")
+        if error := until_up(keeper, what):
+            raise RuntimeError(f"no {what}: {error}")
         yield state
     finally:
         keeper.communicate()  # closes the script's input and waits
 
 
-def until_up(keeper: subprocess.Popen[str], what: str) -> str:
+def until_up(keeper: subprocess.Popen[str], name: str) -> str:
     """Wait until the script reports that it is up; return its output if it failed."""
-    said: list[str] = []
+    lines: list[str] = []
     for line in keeper.stdout or ():
         if line == "up\n":
             return ""
         if line == "failed\n":
             break
-        said.append(line.strip())
-    return "; ".join(said) or f"{what}_up.sh failed and said nothing"
+        lines.append(line.strip())
+    return "; ".join(lines) or f"{name}_up.sh failed and said nothing"

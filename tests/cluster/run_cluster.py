@@ -33,13 +33,13 @@ def main() -> int:
     if "--" in paths:
         cut = paths.index("--")
         paths, options = paths[:cut], paths[cut + 1 :]
-    found = [("cluster", 0, paths)]
+    queue = [("cluster", 0, paths)]
     if not paths:
         compile_once()
-        found = [(name, 0, files) for name, files in PARTS.items()]
+        queue = [(name, 0, files) for name, files in PARTS.items()]
     limit = float(os.environ.get("ZERO_MPI_CLUSTER_TIMEOUT", "1800"))
     deadline = time.monotonic() + limit
-    return close(*count(run_parts(found, len(found), options, limit, deadline)))
+    return close(*count(run_parts(queue, len(queue), options, limit, deadline)))
 
 
 if __name__ == "__main__":

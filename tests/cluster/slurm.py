@@ -68,8 +68,8 @@ class Slurm:
         """
         path = f"{Path(python).parent}:{os.environ['PATH']}"
         start = ["sbatch", "--parsable", f"--output={self.folder}/job-%j.log", *options, script, *flags]
-        got = {"PATH": path, "SETTLE": "0"}  # jobs are signalled after their ranks have started
-        return self.command(*start, env={**got, **(env or {})}).strip()
+        environ = {"PATH": path, "SETTLE": "0"}  # jobs are signalled after their ranks have started
+        return self.command(*start, env={**environ, **(env or {})}).strip()
 
     def log(self, job: str) -> str:
         path = self.folder / f"job-{job}.log"
@@ -99,12 +99,12 @@ class Slurm:
     def wait(self, job: str, state: str) -> None:
         self.until(lambda: self.facts(job)["JobState"] == state, job, f"{job} is not {state}")
 
-    def until(self, holds: Callable[[], bool], job: str, otherwise: str, seconds: float = 150) -> None:
+    def until(self, holds: Callable[[], bool], job: str, message: str, seconds: float = 150) -> None:
         """Wait until a condition holds; after `seconds` the test fails with the job's log."""
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline:
-                raise AssertionError(f"{otherwise} after {seconds:g} s: {self.facts(job)}\n{self.log(job)}")
+                raise AssertionError(f"{message} after {seconds:g} s: {self.facts(job)}\n{self.log(job)}")
             time.sleep(0.05)
 
     def cancel_all(self) -> None:

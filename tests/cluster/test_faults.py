@@ -61,8 +61,8 @@ def command(mpi: str, ranks: int) -> list[str]:
         python, launcher = installed(mpi)
     except LookupError as error:
         pytest.skip(str(error))
-    more = [*OPENMPI_FLAGS.split(), "--oversubscribe"] if mpi == "openmpi" else []
-    return [launcher, *more, "-n", str(ranks), python]
+    extra = [*OPENMPI_FLAGS.split(), "--oversubscribe"] if mpi == "openmpi" else []
+    return [launcher, *extra, "-n", str(ranks), python]
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +143,8 @@ def loose_clock(trial: Trial) -> Iterator[Stage]:
         set_off(-HOUR)
 
     def check(trial: Trial) -> None:
-        said = status_of(trial.out)
-        begun, last = (datetime.fromisoformat(said[key]) for key in ("started", "updated"))
+        record = status_of(trial.out)
+        begun, last = (datetime.fromisoformat(record[key]) for key in ("started", "updated"))
         assert -HOUR < (last - begun).total_seconds() < -HOUR + 60, "the clock did not jump"
 
     yield Stage(fire, mend=check, env={"LD_PRELOAD": str(library), "TEST_CLOCK": str(off)})
@@ -174,8 +174,8 @@ PREPARED = {  # event -> context in which its stage is prepared and cleaned up
     "clock jumps by an hour": loose_clock,
 }
 TO_HOSTS: dict[str, Callable[[Hosts], None]] = {
-    "host lost": lambda here: here.lose("h2"),
-    "link cut": lambda here: here.set_link("h2", up=False),
+    "host lost": lambda cluster: cluster.lose("h2"),
+    "link cut": lambda cluster: cluster.set_link("h2", up=False),
 }
 # Open MPI's launcher waits for an unreachable host unless ssh reports the loss.
 ALIVE = ["--prtemca", "plm_ssh_args", "-o ServerAliveInterval=3 -o ServerAliveCountMax=2"]
@@ -201,18 +201,18 @@ def check_end(fault: Fault, trial: Trial) -> None:
     assert trial.job.returncode in fault.statuses, f"status {trial.job.returncode}\n{trial.errors}"
     pattern = fault.said.replace("<process>", str(trial.victim))
     assert re.search(pattern, trial.words) if pattern else not trial.errors, trial.words
-    said = status_of(trial.out)
-    assert re.fullmatch(fault.state, said["state"]), said
-    if said["state"] == "failed":
-        assert fault.reason, said
-        assert re.search(fault.reason, said["reason"]), said
+    record = status_of(trial.out)
+    assert re.fullmatch(fault.state, record["state"]), record
+    if record["state"] == "failed":
+        assert fault.reason, record
+        assert re.search(fault.reason, record["reason"]), record
     else:
-        assert said["reason"] == ("SIGTERM" if said["state"] == "stopped" else "")
+        assert record["reason"] == ("SIGTERM" if record["state"] == "stopped" else "")
 
 
 def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
-    again = [*command(fault.launcher, 2), "-m", "zero_mpi.train", "--out", str(trial.out)]
-    status, printed, errors = run_command([*again, *flags(trial.out.parent)], timeout=60)
+    words = [*command(fault.launcher, 2), "-m", "zero_mpi.train", "--out", str(trial.out)]
+    status, printed, errors = run_command([*words, *flags(trial.out.parent)], timeout=60)
     assert status == 0, printed + errors
     assert f"at step {start}" in printed
     assert ("warning: " in printed and "unusable checkpoint" in printed) == (
@@ -225,12 +225,12 @@ def go_on(fault: Fault, trial: Trial, start: int, unbroken: Path) -> None:
 def note_down(fault: Fault, trial: Trial, seconds: float, lost: int) -> None:
     """Append the event's row of docs/reliability.md to the file that $ZERO_MPI_FAULT_TABLE names."""
     if path := os.environ.get("ZERO_MPI_FAULT_TABLE"):
-        said, words = status_of(trial.out), "nothing"
-        if found := fault.said and re.search(fault.said.replace("<process>", r"\d+"), trial.words):
-            begin, end = trial.words.rfind("\n", 0, found.start()) + 1, trial.words.find("\n", found.end())
+        record, words = status_of(trial.out), "nothing"
+        if match := fault.said and re.search(fault.said.replace("<process>", r"\d+"), trial.words):
+            begin, end = trial.words.rfind("\n", 0, match.start()) + 1, trial.words.find("\n", match.end())
             words = " ".join(trial.words[begin:end].split())
         cells = [fault.event, f"{fault.launcher}, {fault.transport}"]
-        cells += [f"{trial.job.returncode}, `{said['state']}`", words, f"{seconds:.1f}, {lost}"]
+        cells += [f"{trial.job.returncode}, `{record['state']}`", words, f"{seconds:.1f}, {lost}"]
         with open(path, "a") as file:
             file.write(f"| {' | '.join(cells)} |\n".replace(str(trial.out), "OUT"))
 
@@ -243,8 +243,8 @@ def rows(events: Sequence[str]) -> pytest.MarkDecorator:
 def happen(fault: Fault, trial: Trial, stage: Stage, unbroken: Path) -> None:
     write_tokens(trial.out.parent / "tokens.npy")
     start = stage.command or command(fault.launcher, RANKS)
-    more = ["--transport", fault.transport]
-    trial.start(start, [*flags(trial.out.parent, fault.timeout), *more], stage.env)
+    extra = ["--transport", fault.transport]
+    trial.start(start, [*flags(trial.out.parent, fault.timeout), *extra], stage.env)
     trial.until_step(HAPPENS_AT)
     trial.happens(stage.fire)
     seconds = trial.end_of_job(fault.seconds)
@@ -275,13 +275,13 @@ def test_a_run_ends_and_goes_on(fault, unbroken, common_path):
 def test_a_run_over_hosts_ends_and_goes_on(fault, unbroken):
     """An event happens to the second of two hosts, which have two ranks each."""
     command(fault.launcher, RANKS)
-    with hosts(2) as here:
-        trial = Trial(here.folder)
-        start = here.job(4, 2, [], mpi=fault.launcher)
+    with hosts(2) as cluster:
+        trial = Trial(cluster.folder)
+        start = cluster.job(4, 2, [], mpi=fault.launcher)
         if fault.launcher == "openmpi":
             start[-1:-1] = ALIVE
         with contextlib.closing(trial):
-            stage = Stage(lambda trial: TO_HOSTS[fault.event](here), command=start)
+            stage = Stage(lambda trial: TO_HOSTS[fault.event](cluster), command=start)
             happen(fault, trial, stage, unbroken)
 
 
@@ -313,11 +313,11 @@ def test_the_table_in_the_docs_is_what_was_seen():
     lines = [line.strip("| \n").split(" | ") for line in DOCS.read_text().splitlines() if line[:2] == "| "]
     table = [line for line in lines if len(line) == 5][1:]
     assert [tuple(line[:2]) for line in table] == [(f.event, f"{f.launcher}, {f.transport}") for f in ROWS]
-    for fault, (_, _, ended, said, cost) in zip(ROWS, table, strict=True):
+    for fault, (_, _, ended, words, cost) in zip(ROWS, table, strict=True):
         (status, state), (seconds, lost) = ended.split(", "), cost.split(", ")
         assert int(status) in fault.statuses, fault.name
         pattern = fault.said.replace("<process>", r"\d+")
-        assert re.search(pattern, said) if pattern else said == "nothing", fault.name
+        assert re.search(pattern, words) if pattern else words == "nothing", fault.name
         assert re.fullmatch(fault.state, state.strip("`")), fault.name
         assert float(seconds) < fault.seconds, fault.name
         assert int(lost) <= fault.lost, fault.name

@@ -47,9 +47,9 @@ EACH = 2  # ranks per host
 OF_LAUNCHER = re.compile(r"\[h1:\d+\] plm:ssh: Warning: setpgid.*\n")  # a warning of Open MPI's ssh starter
 
 
-def train_on(here: Hosts, ranks: int, out: Path, *flags: str, mpi: str = "mpich", each: int = EACH) -> str:
+def train_on(cluster: Hosts, ranks: int, out: Path, *flags: str, mpi: str = "mpich", each: int = EACH) -> str:
     job = ["-m", "zero_mpi.train", "--out", str(out), *flags]
-    status, printed, errors = here.run(ranks, each, job, mpi=mpi, timeout=200, env=COMPILED)
+    status, printed, errors = cluster.run(ranks, each, job, mpi=mpi, timeout=200, env=COMPILED)
     assert (status, OF_LAUNCHER.sub("", errors)) == (0, ""), f"status {status}\n{printed}\n{errors}"
     return printed
 
@@ -78,8 +78,8 @@ def test_same_bytes_as_in_one_process(mpi, hosts, strategy, transport, one_proce
     flags = [*flags, "--strategy", strategy, "--transport", transport]
     printed = train_on(four_hosts, int(hosts) * EACH, common_path / "out", *flags, mpi=mpi)
     assert f"{strategy} over {int(hosts) * EACH} ranks" in printed
-    how = {"mpi": "mpi\n", "auto": f"shared inside {hosts} nodes of {EACH} ranks, mpi between them"}
-    assert f"transport: {how[transport]}" in printed
+    texts = {"mpi": "mpi\n", "auto": f"shared inside {hosts} nodes of {EACH} ranks, mpi between them"}
+    assert f"transport: {texts[transport]}" in printed
     assert_same_run(common_path / "out", expected)
 
 
@@ -98,13 +98,13 @@ def test_most_of_the_transfers_hide_behind_computation():
     for _ in range(2):  # other load on the machine can only reduce the overlap
         status, printed, errors = run_command([sys.executable, script, *flags], timeout=200)
         assert (status, errors) == (0, ""), printed
-        found = json.loads(printed)
-        if found["hidden"] >= 0.7:
+        figures = json.loads(printed)
+        if figures["hidden"] >= 0.7:
             break
-    assert found["rate"] == "50mbit"
-    least = 1e3 * found["sent"] * 8 / 50  # milliseconds that the bytes of one direction take on the link
-    assert 0.9 * least < found["transfers"] < 2 * least
-    assert 12 * 3 * 140 <= found["computation"] < found["step"]
-    assert found["hidden"] >= 0.7, found
+    assert figures["rate"] == "50mbit"
+    least = 1e3 * figures["sent"] * 8 / 50  # milliseconds that the bytes of one direction take on the link
+    assert 0.9 * least < figures["transfers"] < 2 * least
+    assert 12 * 3 * 140 <= figures["computation"] < figures["step"]
+    assert figures["hidden"] >= 0.7, figures
     # With immediate waits nothing overlaps, so the time is about sleep plus transfer.
-    assert found["at once"] > max(found["step"], 0.9 * (12 * 3 * 140 + least)), found
+    assert figures["at once"] > max(figures["step"], 0.9 * (12 * 3 * 140 + least)), figures

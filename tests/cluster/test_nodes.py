@@ -18,14 +18,14 @@ FLAGS = ["--sample", "0", "--val-fraction", "0", "--warmup", "1", "--micro-batch
 FLAGS += [f"--{name}={SIZES[name]}" for name in ("layers", "dim", "heads", "context")]
 
 
-def carried(here, hosts, out, steps, flags):
-    before = here.traffic()
+def carried(cluster, hosts, out, steps, flags):
+    before = cluster.traffic()
     job = ["-m", "zero_mpi.train", "--out", str(out), "--steps", str(steps), *FLAGS, *flags]
-    status, printed, errors = here.run(hosts * EACH, EACH, job, timeout=200, env=COMPILED)
+    status, printed, errors = cluster.run(hosts * EACH, EACH, job, timeout=200, env=COMPILED)
     assert status == 0, f"{printed}\n{errors}"
     assert f"shared inside {hosts} nodes of {EACH} ranks, mpi between them" in printed
-    after = here.traffic()
-    return [after[name].sent - before[name].sent for name in here.names[:hosts]]
+    after = cluster.traffic()
+    return [after[name].sent - before[name].sent for name in cluster.names[:hosts]]
 
 
 @pytest.mark.timeout_seconds(240)
@@ -38,7 +38,7 @@ def test_bytes_between_hosts(strategy, hosts, four_hosts, common_path):
     case = Case(Llama.from_flags(SIZES), strategy_name=strategy, context=SIZES["context"], **sizes)
     planned = plan_traffic(case).between.reshape(hosts, EACH).sum(1)
     measured = [(m - f) / (LONG - SHORT) for f, m in zip(few, many, strict=True)]
-    for host, (found, expected) in enumerate(zip(measured, planned, strict=True)):
+    for host, (actual, expected) in enumerate(zip(measured, planned, strict=True)):
         small = 4 * EACH * plan_traffic(case).vectors.max()  # bytes of the vectors (losses, norms) of a step
         least, most = (1 - START) * expected, HEADERS * expected + small
-        assert least <= found <= most, (host, measured, planned.tolist())
+        assert least <= actual <= most, (host, measured, planned.tolist())

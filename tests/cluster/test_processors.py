@@ -42,17 +42,17 @@ def lines(*before, names=()):
 
 @pytest.fixture(scope="module")
 def here():
-    found = lines()
-    assert [line.split()[0] for line in found] == ["functions", *architectures.ROWS, "trial"]
-    return found
+    digests = lines()
+    assert [line.split()[0] for line in digests] == ["functions", *architectures.ROWS, "trial"]
+    return digests
 
 
 @pytest.mark.timeout_seconds(900)
 @pytest.mark.parametrize("processor", PROCESSORS)
 def test_architectures_have_the_bits_of_this_processor(processor, here):
     names = PROCESSORS[processor]
-    tried = ("functions", *names, "trial")
-    expected = [line for line in here if line.split()[0] in tried]
+    cases = ("functions", *names, "trial")
+    expected = [line for line in here if line.split()[0] in cases]
     assert lines(EMULATOR, "-cpu", processor, names=names) == expected
 
 
@@ -64,8 +64,8 @@ def test_ranks_on_unlike_processors(bits, tmp_path):
     """Ranks on different processors give the same bytes as one rank here; native bits are refused."""
     environ = COMPILED | {portable.VARIABLE: bits, "MPIR_CVAR_CH4_CMA_ENABLE": "0"}
     train = [*RUN, *FLAGS, "--data", *write_text(tmp_path), "--resume", "never", "--out"]
-    elsewhere = [EMULATOR, "-cpu", "EPYC-Rome", *train]
-    command = [*launcher(), "-n", "1", *train, "both", ":", "-n", "1", *elsewhere, "both"]
+    emulated = [EMULATOR, "-cpu", "EPYC-Rome", *train]
+    command = [*launcher(), "-n", "1", *train, "both", ":", "-n", "1", *emulated, "both"]
     status, printed, errors = run_command(command, timeout=600, cwd=tmp_path, env=environ)
     if bits == "native":
         assert status == 2

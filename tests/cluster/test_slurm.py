@@ -38,8 +38,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def up() -> Iterator[Slurm]:
-    with slurm(cpus=8) as found:
-        yield found
+    with slurm(cpus=8) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -64,13 +64,13 @@ def on_one_node(script: str, ranks: int) -> list[str]:
     return [f"--ntasks-per-node={ranks}", "--nodes=1"] + (["--gpus-per-node=1"] if "gpu" in script else [])
 
 
-def prepared(here: Slurm, launch: str, mpi: str) -> tuple[str, dict[str, str]]:
+def prepared(cluster: Slurm, launch: str, mpi: str) -> tuple[str, dict[str, str]]:
     """Return python and variables for ranks of this MPI with this start method; skip if it is unavailable."""
     try:
         python, _ = installed(mpi)
     except LookupError as error:
         pytest.skip(str(error))
-    if launch.startswith("srun") and (reason := here.why_no_launch(launch)):
+    if launch.startswith("srun") and (reason := cluster.why_no_launch(launch)):
         pytest.skip(reason)
     return python, {"LAUNCH": launch, **(OPENMPI_AS_ROOT if mpi == "openmpi" else {})}
 
@@ -80,17 +80,17 @@ def steps_done(out: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def until_steps(here: Slurm, job: str, out: Path, count: int) -> None:
-    here.until(lambda: steps_done(out) >= count, job, f"no {count} steps")
+def until_steps(cluster: Slurm, job: str, out: Path, count: int) -> None:
+    cluster.until(lambda: steps_done(out) >= count, job, f"no {count} steps")
 
 
 def assert_same_state(out: Path, reference: Path) -> None:
     """Check that curves and tensors are equal; keys are not compared, because --steps may differ."""
     assert fields(out) == fields(reference)
     for name in ("model.gguf", "optimizer.gguf"):
-        found, expected = tensors(out / "latest" / name), tensors(reference / "latest" / name)
-        assert list(found) == list(expected)
-        assert [key for key in found if found[key].tobytes() != expected[key].tobytes()] == []
+        actual, expected = tensors(out / "latest" / name), tensors(reference / "latest" / name)
+        assert list(actual) == list(expected)
+        assert [key for key in actual if actual[key].tobytes() != expected[key].tobytes()] == []
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,8 @@ def test_the_status_of_a_run_comes_through_the_launcher(start, more, status, her
     python, _ = prepared(here, "", "mpich")
     _, launcher = installed("mpich")
     command = [launcher if word == "mpirun" else word for word in start] + [python, "-m", "zero_mpi.train"]
-    found, printed, errors = here.run(*command, "--out", str(tmp_path / "out"), *flags, *more)
-    assert found == status, printed + errors
+    actual, printed, errors = here.run(*command, "--out", str(tmp_path / "out"), *flags, *more)
+    assert actual == status, printed + errors
     assert errors.count("zero_mpi train: error:") == (status == BAD_USAGE)
 
 

@@ -27,16 +27,16 @@ pytestmark = [
 ]
 
 
-def submit(up: Slurm, here: Hosts, launch: str, mpi: str) -> tuple[str, Path]:
+def submit(up: Slurm, cluster: Hosts, launch: str, mpi: str) -> tuple[str, Path]:
     python, environ = prepared(up, launch, mpi)
-    texts, out = write_text(here.folder), here.folder / "out"
-    where = (
+    texts, out = write_text(cluster.folder), cluster.folder / "out"
+    layout = (
         "-w {hosts} -N {nodes} -n {ranks}"
         if launch.startswith("srun")
         else "-machinefile {hostfile} -n {ranks}"
     )
     flags = f"--backoff 0.2 --probe-timeout 20 --for {mpi}"
-    supervised = f"zero-mpi supervise {flags} -- {launch} {where}"
+    supervised = f"zero-mpi supervise {flags} -- {launch} {layout}"
     job = up.submit(
         ["--nodes=3", "--ntasks-per-node=1", "--no-kill"],
         SCRIPT,
@@ -59,10 +59,10 @@ def unbroken(tmp_path_factory) -> Path:
     [("srun --mpi=pmi2", "mpich"), ("mpirun", "mpich"), (f"mpirun {OPENMPI_FLAGS}", "openmpi")],
 )
 def test_a_job_goes_on_without_a_node_that_is_lost(launch, mpi, unbroken):
-    with hosts(3) as here, slurm_over(here) as up:
-        job, out = submit(up, here, launch, mpi)
+    with hosts(3) as cluster, slurm_over(cluster) as up:
+        job, out = submit(up, cluster, launch, mpi)
         until_steps(up, job, out, LOST_AFTER)
-        here.lose("h3")
+        cluster.lose("h3")
         up.until(lambda: "supervise: restart 1 of 10 from step-" in up.log(job), job, "not restarted")
         up.wait(job, "COMPLETED")
         log, facts = up.log(job), up.facts(job)

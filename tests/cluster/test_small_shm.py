@@ -31,7 +31,7 @@ def inside(hosts, host: str, *command: str) -> None:
 def test_the_host_without_room_is_named_and_all_ranks_end(small, four_hosts, common_path):
     flags = ["--data", *write_text(common_path), "--out", str(common_path / "out"), "--steps", "1"]
     status, _, errors = four_hosts.run(8, 4, ["-m", "zero_mpi.train", *flags], timeout=60)
-    got = re.search(LINE, errors)
-    assert got, errors
-    assert (got[2], status != 0) == (small, True)  # the launcher determines the status; see docs/cluster.md
+    match = re.search(LINE, errors)
+    assert match, errors
+    assert (match[2], status != 0) == (small, True)  # the launcher determines the status; see docs/cluster.md
     assert not (common_path / "out").exists()

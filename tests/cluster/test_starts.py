@@ -21,8 +21,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Slurm]:
-    with slurm(cpus=8) as found:
-        yield found
+    with slurm(cpus=8) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +37,16 @@ def alone(flags, tmp_path_factory) -> Path:
     return out
 
 
-def start(here: Slurm, mpi: str, interface: str, *arguments: str) -> tuple[int, str, str]:
+def start(cluster: Slurm, mpi: str, interface: str, *arguments: str) -> tuple[int, str, str]:
     try:
         python, _ = installed("mpich" if mpi == "site" else mpi)
         environ = COMPILED | (site_variables() if mpi == "site" else {})
     except LookupError as error:
         pytest.skip(str(error))
     launch = f"srun --mpi={interface}"
-    if reason := here.why_no_launch(launch):
+    if reason := cluster.why_no_launch(launch):
         pytest.skip(reason)
-    return here.run(*launch.split(), "-n", str(RANKS), python, *arguments, env=environ, timeout=120)
+    return cluster.run(*launch.split(), "-n", str(RANKS), python, *arguments, env=environ, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -33,37 +33,37 @@ TIMEOUT = 12.0  # --timeout: a pause of the machine for some seconds must not ca
 HAPPENS = [("rank", "h2", 12), ("lost", "h3", 27), ("hung", "h2", 42)]  # event, host, step before the event
 
 
-def processes_of(here: Hosts, host: str) -> Iterator[int]:
+def processes_of(cluster: Hosts, host: str) -> Iterator[int]:
     """Yield the ids of all processes inside a host, found by its process namespace."""
-    name = os.readlink(f"/proc/{here.process(host)}/ns/pid")
+    name = os.readlink(f"/proc/{cluster.process(host)}/ns/pid")
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdecimal() and os.readlink(entry / "ns" / "pid") == name:
                 yield int(entry.name)
 
 
-def kill_a_rank(here: Hosts, trial: Trial, host: str) -> None:
+def kill_a_rank(cluster: Hosts, trial: Trial, host: str) -> None:
     """Kill one rank of a host; the host itself keeps running."""
-    inside = set(processes_of(here, host))
+    inside = set(processes_of(cluster, host))
     os.kill(next(process for process in trial.ranks().values() if process in inside), signal.SIGKILL)
 
 
-def hang(here: Hosts, trial: Trial, host: str) -> None:
-    for process in processes_of(here, host):
+def hang(cluster: Hosts, trial: Trial, host: str) -> None:
+    for process in processes_of(cluster, host):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGSTOP)
 
 
 Event = Callable[[Hosts, Trial, str], None]
 EVENTS: dict[str, Event] = {"rank": kill_a_rank, "hung": hang}
-EVENTS["lost"] = lambda here, trial, host: here.lose(host)
+EVENTS["lost"] = lambda cluster, trial, host: cluster.lose(host)
 
 
-def supervised(here: Hosts, trial: Trial, mpi: str = "mpich") -> None:
-    enter, first, *job = here.job(3, 1, [], mpi=mpi)
+def supervised(cluster: Hosts, trial: Trial, mpi: str = "mpich") -> None:
+    enter, first, *job = cluster.job(3, 1, [], mpi=mpi)
     place = job.index("--hostfile" if "--hostfile" in job else "-machinefile") + 1
     hostfile, job[place], job[job.index("-n") + 1] = job[place], "{hostfile}", "{ranks}"
-    of_hosts = ["--hostfile", hostfile, "--for", mpi, "--probe", f"{here.state / 'ssh'} {{host}} true"]
+    of_hosts = ["--hostfile", hostfile, "--for", mpi, "--probe", f"{cluster.state / 'ssh'} {{host}} true"]
     start = [enter, first, sys.executable, "-m", "zero_mpi", "supervise", *SUPERVISE, *of_hosts, "--", *job]
     write_tokens(trial.out.parent / "tokens.npy")
     trial.start(start, [*flags(trial.out.parent, TIMEOUT), "--transport", "mpi"])
@@ -76,11 +76,11 @@ def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, unbroken)
         installed(mpi)
     except LookupError as error:
         pytest.skip(str(error))
-    with hosts(3) as here, contextlib.closing(Trial(here.folder)) as trial:
-        supervised(here, trial, mpi)
+    with hosts(3) as cluster, contextlib.closing(Trial(cluster.folder)) as trial:
+        supervised(cluster, trial, mpi)
         for number, (name, host, step) in enumerate(HAPPENS):
             trial.until(lambda step=step: trial.done >= step, f"step {step}", 2 * SECONDS)
-            EVENTS[name](here, trial, host)
+            EVENTS[name](cluster, trial, host)
             trial.until(
                 lambda number=number: len(re.findall(r" on \d hosts? \(", trial.errors)) == number + 1,
                 f"restart after {name}",
@@ -89,8 +89,8 @@ def test_a_run_loses_a_rank_a_host_and_one_that_hangs_and_is_done(mpi, unbroken)
         assert trial.job.wait(2 * SECONDS) == 0, trial.errors
         assert status_of(trial.out)["state"] == "done"
         assert_same_run(trial.out, unbroken)
-        said = re.findall(r"restart 1 of 10 from step-\d+ on (.*)", trial.errors)
-        assert said == [
+        restarts = re.findall(r"restart 1 of 10 from step-\d+ on (.*)", trial.errors)
+        assert restarts == [
             "3 hosts (h1, h2, h3), 3 ranks",
             "2 hosts (h1, h2), 2 ranks; left out (no answer): h3",
             "1 host (h1), 1 rank; left out (no answer): h2, h3",

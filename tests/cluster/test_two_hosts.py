@@ -71,9 +71,9 @@ def test_of_two_jobs_on_two_hosts_one_runs(number, start, common_path):
     done = {host: outcome(job) for host, job in zip(("h1", "h2"), jobs, strict=True)}
     loser, winner = sorted(done, key=lambda host: -done[host][0])
     assert (done[winner][0], done[winner][2]) == (0, ""), done
-    said = status_of(out)
-    assert (said["state"], said["host"]) == ("done", winner)
-    assert_refused(done[loser], out, said["pid"])
+    record = status_of(out)
+    assert (record["state"], record["host"]) == ("done", winner)
+    assert_refused(done[loser], out, record["pid"])
     assert f" on {winner}, since " in done[loser][2]
     assert [step for step, *_ in fields(out)] == [str(step) for step in range(1, 9)]
     assert not list(out.glob(".*"))

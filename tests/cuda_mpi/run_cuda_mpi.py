@@ -39,18 +39,16 @@ def main() -> int:
     if options[:1] == ["-n"]:
         sizes, options = options[:2], options[2:]
     total, failed = [0, 0, 0], False
-    for name, way in WAYS.items():
+    for name, settings in WAYS.items():
         print(f"== {name}", flush=True)
         command = [sys.executable, str(RUN_SIZES), *sizes, str(HERE), "--", *options]
         done = subprocess.run(
-            command, env=environment(root, prefix) | way, stdout=subprocess.PIPE, text=True, check=False
+            command, env=environment(root, prefix) | settings, stdout=subprocess.PIPE, text=True, check=False
         )
         print(done.stdout, end="", flush=True)
         counts = COUNTS.findall(done.stdout)
         failed = failed or done.returncode != 0 or len(counts) != 1
-        total = [
-            before + int(more) for before, more in zip(total, counts[-1] if counts else "010", strict=True)
-        ]
+        total = [before + int(n) for before, n in zip(total, counts[-1] if counts else "010", strict=True)]
     print("{} passed, {} failed, {} skipped".format(*total))
     return 1 if failed else 0
 

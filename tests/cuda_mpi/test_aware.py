@@ -66,9 +66,9 @@ def fast(request):
 
 
 def same_bits(array, expected):
-    found = streams().download(array)
-    assert found.dtype == expected.dtype
-    assert found.tobytes() == expected.tobytes()
+    actual = streams().download(array)
+    assert actual.dtype == expected.dtype
+    assert actual.tobytes() == expected.tobytes()
 
 
 def test_the_library_says_that_it_takes_device_memory_and_it_is_true():
@@ -91,12 +91,12 @@ def test_many_at_once_beside_vectors_of_the_host(comm):
     def step():
         handles, checks = [], []
         for number in range(2 * TRANSFERS):
-            partition, whole = Partition(9000 + number, comm.size), wild(number, 9000 + number)
+            partition, values = Partition(9000 + number, comm.size), wild(number, 9000 + number)
             part = partition.part(comm.rank)
-            full, shard = fulls[number][: whole.size], shards[number][: part.stop - part.start]
-            streams().write(shard, whole[part])
+            full, shard = fulls[number][: values.size], shards[number][: part.stop - part.start]
+            streams().write(shard, values[part])
             handles.append(comm.allgather(shard, full, partition))
-            checks.append(functools.partial(same_bits, full, whole))
+            checks.append(functools.partial(same_bits, full, values))
         assert (comm.sum_vector(np.ones(3)) == comm.size).all()
         for handle in handles[::-1]:
             handle.wait()
@@ -106,16 +106,16 @@ def test_many_at_once_beside_vectors_of_the_host(comm):
     fulls = [streams().empty(9100, np.float32) for _ in range(2 * TRANSFERS)]
     shards = [streams().empty(9100, np.float32) for _ in range(2 * TRANSFERS)]
     step()
-    taken = streams().taken
+    count = streams().taken
     step()
-    assert streams().taken == taken
+    assert streams().taken == count
 
 
 def test_a_thread_alone_brings_it_to_the_end():
     comm = communicator("thread")
-    partition, whole = Partition(30_000, comm.size), wild(7, 30_000)
-    full = streams().upload(np.zeros_like(whole))
-    handle = comm.allgather(streams().upload(whole[partition.part(comm.rank)]), full, partition)
+    partition, values = Partition(30_000, comm.size), wild(7, 30_000)
+    full = streams().upload(np.zeros_like(values))
+    handle = comm.allgather(streams().upload(values[partition.part(comm.rank)]), full, partition)
     poll(lambda: not comm._inner._progress._active)
     handle.wait()
-    same_bits(full, whole)
+    same_bits(full, values)

@@ -39,10 +39,10 @@ def skip_what_cannot_travel(items):
     lacking |= {"nccl": NO_GPU_EACH} if device.gpus() < world.size else {}
     for item in items:
         mark = item.get_closest_marker("carries")
-        given = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
-        words = {str(value).partition(" ")[0] for value in given} | set(mark.args if mark else ())
-        if HERE in item.path.parents and (found := words & set(lacking)):
-            item.add_marker(pytest.mark.skip(reason=lacking[found.pop()]))
+        values = [*item.callspec.params.values()] if hasattr(item, "callspec") else []
+        words = {str(value).partition(" ")[0] for value in values} | set(mark.args if mark else ())
+        if HERE in item.path.parents and (hits := words & set(lacking)):
+            item.add_marker(pytest.mark.skip(reason=lacking[hits.pop()]))
 
 
 @pytest.fixture(scope="session")

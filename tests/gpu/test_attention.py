@@ -29,12 +29,12 @@ def case(kind, shape, seed=0):
     return [draw(kind, *shape, seed=seed + i) for i, shape in enumerate(shapes)]
 
 
-def near(got, want, kind):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    most = np.abs(want).max(initial=0.0)
-    allowed = 1e-5 * (1 + most) if kind == "f32" else LOW[kind] * (np.abs(want) + most + 0.5)
-    assert (np.abs(got - want) <= allowed).all(), (np.abs(got - want).max(), most)
+def near(actual, expected, kind):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape
+    largest = np.abs(expected).max(initial=0.0)
+    allowed = 1e-5 * (1 + largest) if kind == "f32" else LOW[kind] * (np.abs(expected) + largest + 0.5)
+    assert (np.abs(actual - expected) <= allowed).all(), (np.abs(actual - expected).max(), largest)
 
 
 @pytest.fixture
@@ -45,16 +45,16 @@ def take_way(monkeypatch):
 def cudnn_or_skip():
     from zero_mpi.ops.gpu.sdpa import sdpa
 
-    found, why_not = sdpa()
-    if found is None:
+    library, why_not = sdpa()
+    if library is None:
         pytest.skip(f"cuDNN cannot be used: {why_not}")
-    return found
+    return library
 
 
 def both(gpu, arrays, scale=0.3):
     q, k, v, dy = (gpu.from_host(x) if isinstance(x, np.ndarray) else x for x in arrays)
-    y, kept = ops.causal_attention(q, k, v, scale)
-    return [gpu.to_host(x) for x in (y, *ops.causal_attention_backward(dy, q, k, v, kept, scale))]
+    y, stats = ops.causal_attention(q, k, v, scale)
+    return [gpu.to_host(x) for x in (y, *ops.causal_attention_backward(dy, q, k, v, stats, scale))]
 
 
 def wanted(arrays, scale=0.3):
@@ -65,9 +65,9 @@ def wanted(arrays, scale=0.3):
 
 def check(gpu, kind, shape, scale=0.3):
     arrays = case(kind, shape)
-    for own, want in zip(both(gpu, arrays, scale), wanted(arrays, scale), strict=True):
-        assert own.dtype == KINDS[kind]
-        near(own, want, kind)
+    for actual, expected in zip(both(gpu, arrays, scale), wanted(arrays, scale), strict=True):
+        assert actual.dtype == KINDS[kind]
+        near(actual, expected, kind)
 
 
 @pytest.fixture(params=["own", "auto"])
@@ -95,13 +95,13 @@ def test_documents_in_a_row_do_not_see_each_other(gpu, take_way, kind, shape, mo
     begins = np.sort(np.random.default_rng(0).integers(t, size=(b, t)), axis=1)
     begins = np.minimum(begins // 5 * 5, np.arange(t) // 5 * 5)
     q, k, v, dy = map(gpu.from_host, arrays)
-    y, kept = ops.causal_attention(q, k, v, 0.3, gpu.from_host(begins))
-    found = y, *ops.causal_attention_backward(dy, q, k, v, kept, 0.3)
+    y, stats = ops.causal_attention(q, k, v, 0.3, gpu.from_host(begins))
+    results = y, *ops.causal_attention_backward(dy, q, k, v, stats, 0.3)
     q, k, v, dy = arrays
     expected, p = defined("causal_attention")(q, k, v, 0.3, begins)
     others = defined("causal_attention_backward")(dy, q, k, v, p, 0.3)
-    for own, want in zip(found, (expected, *others), strict=True):
-        near(gpu.to_host(own), want, kind)
+    for actual, truth in zip(results, (expected, *others), strict=True):
+        near(gpu.to_host(actual), truth, kind)
 
 
 @pytest.mark.parametrize("kind", LOW)
@@ -114,20 +114,20 @@ def test_cudnn(gpu, take_way, kind, shape):
 
 @pytest.mark.parametrize("kind", LOW)
 def test_cudnn_is_taken_for_what_it_can_do(gpu, take_way, kind):
-    cudnn, known = cudnn_or_skip(), lambda: len(cudnn.graphs)
+    cudnn, count = cudnn_or_skip(), lambda: len(cudnn.graphs)
     take_way("auto")
     others = (OTHER[0], OTHER[2], (1, 4, 4, 2, 2, 512, 512))
     for shape, uses in ((TAKEN[0], True), *((shape, False) for shape in others)):
         cudnn.graphs.clear()
         both(gpu, case(kind, shape))
-        assert known() == (2 if uses else 0), shape  # forward and backward
+        assert count() == (2 if uses else 0), shape  # forward and backward
         both(gpu, case(kind, shape, seed=7))
-        assert known() == (2 if uses else 0)
+        assert count() == (2 if uses else 0)
     cudnn.graphs.clear()
     both(gpu, case("f32", TAKEN[0]))
     take_way("own")
     both(gpu, case(kind, TAKEN[0]))
-    assert known() == 0
+    assert count() == 0
 
 
 @kinds
@@ -140,15 +140,15 @@ def test_heads_are_read_and_written_as_columns_of_one_array(gpu, way, kind):
         return [x[..., part[0] : part[-1] + 1].reshape(b, t, -1, d) for part in parts]
 
     q, k, v = split(gpu.from_host(joint))
-    y, kept = ops.causal_attention(q, k, v, 0.25)
-    gradients = ops.causal_attention_backward(gpu.from_host(dy), q, k, v, kept, 0.25)
-    whole = side_by_side(gradients)
-    assert whole is not None
-    assert address(whole) == address(gradients[0])
-    want = wanted([*split(joint), dy], 0.25)
-    for own, expected in zip([y, *gradients], want, strict=True):
-        near(gpu.to_host(own), expected, kind)
-    near(gpu.to_host(whole)[..., : h * d], want[1].reshape(b, t, -1), kind)
+    y, stats = ops.causal_attention(q, k, v, 0.25)
+    gradients = ops.causal_attention_backward(gpu.from_host(dy), q, k, v, stats, 0.25)
+    array = side_by_side(gradients)
+    assert array is not None
+    assert address(array) == address(gradients[0])
+    truths = wanted([*split(joint), dy], 0.25)
+    for actual, expected in zip([y, *gradients], truths, strict=True):
+        near(gpu.to_host(actual), expected, kind)
+    near(gpu.to_host(array)[..., : h * d], truths[1].reshape(b, t, -1), kind)
 
 
 @kinds
@@ -158,7 +158,7 @@ def test_long_sequences_go_in_blocks(gpu, take_way, kind, shape, monkeypatch):
 
     take_way("own")
     arrays = case(kind, shape)
-    whole = both(gpu, arrays)
+    full = both(gpu, arrays)
     of_shapes = attention.sizes_of(*arrays[:3])
     row = 4 * of_shapes.groups * of_shapes.shared * of_shapes.across
     for rows in (1, 7, 16, 20):
@@ -167,10 +167,10 @@ def test_long_sequences_go_in_blocks(gpu, take_way, kind, shape, monkeypatch):
         assert len(parts) == -(-of_shapes.length // min(rows, 16))
         assert parts[0][0] + parts[0][1] == of_shapes.length
         assert parts[0][2] == of_shapes.total
-        found = both(gpu, arrays)
-        for own, want, once in zip(found, wanted(arrays), whole, strict=True):
-            near(own, want, kind)
-            near(own, once, kind)
+        results = both(gpu, arrays)
+        for actual, expected, once in zip(results, wanted(arrays), full, strict=True):
+            near(actual, expected, kind)
+            near(actual, once, kind)
 
 
 @kinds
@@ -189,9 +189,9 @@ def test_a_step_makes_nothing_new_after_the_first_two(gpu, way, kind):
 
     def state():
         gpu.synchronize()
-        found = cudnn_or_skip().graphs if way == "auto" else ()
+        graphs = cudnn_or_skip().graphs if way == "auto" else ()
         pool = gpu.cupy.get_default_memory_pool()
-        return len(gemm.products().plans), pool_of(gpu).nbytes, pool.total_bytes(), len(found)
+        return len(gemm.products().plans), pool_of(gpu).nbytes, pool.total_bytes(), len(graphs)
 
     for _ in range(2):
         both(gpu, arrays)
@@ -228,12 +228,12 @@ def test_own_kernels_go_on_where_cudnn_has_no_plan(gpu, take_way, kind, part, mo
 
 @pytest.fixture
 def pretended(gpu, monkeypatch):
-    found = cudnn_or_skip()
-    if not hasattr(found.cudnn, "refuses"):
+    library = cudnn_or_skip()
+    if not hasattr(library.cudnn, "refuses"):
         pytest.skip("a real cuDNN cannot refuse a graph, change its version or report the order")
-    monkeypatch.setattr(found, "graphs", {})
-    monkeypatch.setattr(found, "refusals", [])
-    return found
+    monkeypatch.setattr(library, "graphs", {})
+    monkeypatch.setattr(library, "refusals", [])
+    return library
 
 
 @pytest.mark.parametrize(("version", "limit", "refused"), [(92500, 0, 0), (92400, 0, 1), (92400, 1 << 20, 0)])
@@ -258,21 +258,21 @@ def test_a_backward_with_many_scores_goes_by_sequences_and_heads(
     pretended, gpu, take_way, monkeypatch, version, heads, calls
 ):
     """The calls stay within the memory limit, in a fixed order, and together equal one full call."""
-    found, most = pretended, heads * HEAD
+    library, limit = pretended, heads * HEAD
     take_way("auto")
     arrays = case("bf16", (4, 64, 64, 6, 3, 16, 16))
-    whole = both(gpu, arrays)
-    monkeypatch.setattr(found.cudnn, "version", version)
-    monkeypatch.setenv("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(most))
-    monkeypatch.setattr(found, "slopes", most)
-    monkeypatch.setattr(found, "graphs", {})
-    executed, built = found.cudnn.calls.executed, found.cudnn.calls.built
-    for own, once in zip(both(gpu, arrays), whole, strict=True):
-        np.testing.assert_array_equal(own, once)
-    assert found.cudnn.calls.executed - executed == 1 + calls
-    assert found.cudnn.calls.built - built == 2
-    assert found.refusals == []
-    assert found.cudnn.calls.in_order[-1]
+    full = both(gpu, arrays)
+    monkeypatch.setattr(library.cudnn, "version", version)
+    monkeypatch.setenv("CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT", str(limit))
+    monkeypatch.setattr(library, "slopes", limit)
+    monkeypatch.setattr(library, "graphs", {})
+    executed, built = library.cudnn.calls.executed, library.cudnn.calls.built
+    for actual, once in zip(both(gpu, arrays), full, strict=True):
+        np.testing.assert_array_equal(actual, once)
+    assert library.cudnn.calls.executed - executed == 1 + calls
+    assert library.cudnn.calls.built - built == 2
+    assert library.refusals == []
+    assert library.cudnn.calls.in_order[-1]
     assert sizes.cudnn_group((4, 66, 66, 6), 3, 1) == (4, 3), "log-sum-exps of a part are not aligned"
 
 
@@ -283,8 +283,8 @@ def test_gradients_may_be_added_in_any_order(pretended, gpu, take_way, monkeypat
     for way, ordered in (("any-order", False), ("auto", True), ("any-order", False)):
         monkeypatch.setattr(pretended, "graphs", {})
         take_way(way)
-        for own, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
-            near(own, want, "bf16")
+        for actual, expected in zip(both(gpu, arrays), wanted(arrays), strict=True):
+            near(actual, expected, "bf16")
         assert pretended.cudnn.calls.in_order[-1] == ordered
         assert ("in any order" in attention.about()) != ordered
 
@@ -303,8 +303,8 @@ def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
         both(gpu, arrays)
     take_way("auto")
     assert "own kernels, no cuDNN" in attention.about()
-    for own, want in zip(both(gpu, arrays), wanted(arrays), strict=True):
-        near(own, want, "bf16")
+    for actual, expected in zip(both(gpu, arrays), wanted(arrays), strict=True):
+        near(actual, expected, "bf16")
     take_way("own")
     assert attention.about() == "attention by own kernels"
 

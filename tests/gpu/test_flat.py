@@ -45,37 +45,37 @@ def there(gpu: Any, x: np.ndarray, first: int = 0) -> Any:
 @pytest.mark.parametrize(("size", "runs"), [(1, 1), (7, 7), (1024, 1), (4096, 4), (21, 3), (6000, 5), (0, 0)])
 def test_adamw_has_the_bits_of_the_reference(gpu, size, runs, kind):
     decay = 0.1 * np.arange(runs, dtype=np.float64)
-    wanted, low = state(size), np.zeros(size, kind)
-    reference.adamw(*wanted, **RATES, decay=decay, low=low)
+    exact, low = state(size), np.zeros(size, kind)
+    reference.adamw(*exact, **RATES, decay=decay, low=low)
     for first in (0, 1):
-        found, rounded = [there(gpu, x, first) for x in state(size)], there(gpu, np.zeros(size, kind), first)
-        ops.adamw(*found, **RATES, decay=gpu.from_host(decay), low=rounded)
-        assert [gpu.to_host(x).tobytes() for x in (*found, rounded)] == [x.tobytes() for x in (*wanted, low)]
-    found = [gpu.from_host(x) for x in state(size)]
-    ops.adamw(*found, **RATES, decay=decay)  # decay on the host, as for arrays outside units
-    assert [gpu.to_host(x).tobytes() for x in found] == [x.tobytes() for x in wanted]
+        ours, rounded = [there(gpu, x, first) for x in state(size)], there(gpu, np.zeros(size, kind), first)
+        ops.adamw(*ours, **RATES, decay=gpu.from_host(decay), low=rounded)
+        assert [gpu.to_host(x).tobytes() for x in (*ours, rounded)] == [x.tobytes() for x in (*exact, low)]
+    ours = [gpu.from_host(x) for x in state(size)]
+    ops.adamw(*ours, **RATES, decay=decay)  # decay on the host, as for arrays outside units
+    assert [gpu.to_host(x).tobytes() for x in ours] == [x.tobytes() for x in exact]
 
 
 @pytest.mark.parametrize(("count", "chunk"), [(1, 1), (5, 3), (3, 1024), (33, 130), (2, 5000)])
 def test_squares_of_chunks(gpu, count, chunk):
     g = numbers(count * chunk)
-    found = gpu.to_host(ops.chunk_squares(gpu.from_host(g), chunk))
-    assert found.dtype == np.float64
+    squares = gpu.to_host(ops.chunk_squares(gpu.from_host(g), chunk))
+    assert squares.dtype == np.float64
     exact = [math.fsum(float(x) ** 2 for x in run) for run in g.reshape(count, chunk)]
-    np.testing.assert_allclose(found, exact, rtol=1e-14)
+    np.testing.assert_allclose(squares, exact, rtol=1e-14)
     moved = ops.chunk_squares(there(gpu, g, 1), chunk)
-    assert gpu.to_host(moved).tobytes() == found.tobytes(), "alignment changes bits"
-    apart = [ops.chunk_squares(gpu.from_host(run), chunk) for run in g.reshape(count, chunk)]
-    assert [float(one[0]) for one in apart] == found.tolist(), "other chunks change bits"
+    assert gpu.to_host(moved).tobytes() == squares.tobytes(), "alignment changes bits"
+    pieces = [ops.chunk_squares(gpu.from_host(run), chunk) for run in g.reshape(count, chunk)]
+    assert [float(one[0]) for one in pieces] == squares.tolist(), "other chunks change bits"
 
 
 def test_sums_of_pairs_are_those_of_numpy(gpu):
     x = numbers(5000).astype(np.float64) ** 2
     lengths = np.arange(1, 129)
     starts = np.arange(lengths.size) * 37
-    found = gpu.to_host(pairwise_sums(gpu.from_host(x), gpu.from_host(np.stack([starts, lengths]))))
-    wanted = [x[start : start + length].sum() for start, length in zip(starts, lengths, strict=True)]
-    assert found.tolist() == wanted
+    actual = gpu.to_host(pairwise_sums(gpu.from_host(x), gpu.from_host(np.stack([starts, lengths]))))
+    expected = [x[start : start + length].sum() for start, length in zip(starts, lengths, strict=True)]
+    assert actual.tolist() == expected
 
 
 def ordered(out: np.ndarray, parts: list[np.ndarray], accumulate: bool) -> np.ndarray:
@@ -95,14 +95,14 @@ def test_sums_over_ranks_are_in_their_order(gpu, ranks, accumulate, kind):
     parts = [np.clip(numbers(size, seed=rank), -6e4, 6e4).astype(kind) for rank in range(ranks)]
     for x in (out, *parts):
         x[5] = -0.0  # a sum that begins with +0 would lose the sign of -0
-    wanted = ordered(out, parts, accumulate)
+    expected = ordered(out, parts, accumulate)
     for first in (0, 3):
-        found, given = there(gpu, out, first), [there(gpu, part, rank % 3) for rank, part in enumerate(parts)]
+        sums, copies = there(gpu, out, first), [there(gpu, part, rank % 3) for rank, part in enumerate(parts)]
         for start, stop in [(0, 400), (400, 401), (401, size)] if first else [(0, size)]:
             ordered_sum_on_gpu(
-                found[start:stop], [part[start:stop] for part in given], accumulate, gpu.stream
+                sums[start:stop], [part[start:stop] for part in copies], accumulate, gpu.stream
             )
-        assert gpu.to_host(found).tobytes() == wanted.tobytes()
+        assert gpu.to_host(sums).tobytes() == expected.tobytes()
 
 
 @every_kind
@@ -127,19 +127,19 @@ def test_numbers_are_rounded_to_nearest_and_widened_exactly(gpu, kind):
     """AdamW writes parameters rounded to low precision; a kernel reads normal numbers back exactly."""
     x = special()
     with np.errstate(all="ignore"):
-        wanted = [x.copy(), *[np.zeros(x.size, np.float32) for _ in range(3)]]
+        expected = [x.copy(), *[np.zeros(x.size, np.float32) for _ in range(3)]]
         narrowed = np.zeros(x.size, kind)
-        reference.adamw(*wanted, **RATES, decay=np.zeros(1), low=narrowed)
-    numbers_only = ~np.isnan(wanted[0])
+        reference.adamw(*expected, **RATES, decay=np.zeros(1), low=narrowed)
+    numbers_only = ~np.isnan(expected[0])
     assert numbers_only.sum() > 300_000
     for first in (0, 1):
         narrow = there(gpu, np.zeros(x.size, kind), first)
-        given = [there(gpu, part, first) for part in (x, *(np.zeros_like(x) for _ in range(3)))]
-        ops.adamw(*given, **RATES, decay=np.zeros(1), low=narrow)
+        arrays = [there(gpu, part, first) for part in (x, *(np.zeros_like(x) for _ in range(3)))]
+        ops.adamw(*arrays, **RATES, decay=np.zeros(1), low=narrow)
         written, read = gpu.to_host(narrow), gpu.to_host(ops.scale(narrow, 1.0))
         assert written[numbers_only].tobytes() == narrowed[numbers_only].tobytes()
         # CuPy compiles with -ftz=true: most kernels read a subnormal float32 as 0.
         normal = numbers_only & (np.abs(narrowed.astype(np.float32)) >= np.finfo(np.float32).tiny)
         assert read[normal].tobytes() == narrowed[normal].tobytes()
-        for found in (written, read):
-            assert np.isnan(found[~numbers_only].astype(np.float32)).all()
+        for values in (written, read):
+            assert np.isnan(values[~numbers_only].astype(np.float32)).all()

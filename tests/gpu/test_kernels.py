@@ -32,8 +32,8 @@ Case = tuple[list[Any], dict[str, Any]]
 def numbers(
     *shape: int, seed: int = 0, kind: Any = F32, scale: float = 1.0, shift: float = 0.0
 ) -> np.ndarray:
-    drawn = np.random.default_rng([seed, *shape]).standard_normal(shape)
-    return (drawn * scale + shift).astype(np.float32).astype(kind)
+    normals = np.random.default_rng([seed, *shape]).standard_normal(shape)
+    return (normals * scale + shift).astype(np.float32).astype(kind)
 
 
 def ids(count: int, *shape: int, kind: Any = np.int64) -> np.ndarray:
@@ -51,10 +51,10 @@ def expected(name: str, args: list[Any], named: dict[str, Any]) -> tuple[Any, li
     ]
     if not isinstance(result, tuple):
         return low_precision.narrowed(result, kind), after
-    kinds = [found.kind if found.axes else "loss" for found in OPERATIONS[name].signature.results]
+    kinds = [entry.kind if entry.axes else "loss" for entry in OPERATIONS[name].signature.results]
     rest = (x if np.ndim(x) == 0 else x.astype(np.float32) for x in result)
     both = zip(rest, kinds, strict=True)
-    return tuple(low_precision.narrowed(x, kind) if own == "same" else x for x, own in both), after
+    return tuple(low_precision.narrowed(x, kind) if rule == "same" else x for x, rule in both), after
 
 
 GUARD = 67  # elements before and after an array
@@ -69,8 +69,8 @@ def surrounded(x: np.ndarray, first: int = GUARD) -> tuple[Any, Any]:
     """Place the array at any address, surrounded by NaN, or by -1 for integers."""
     block = np.full(x.size + 2 * GUARD, np.nan if x.dtype.kind not in "iu" else -1).astype(x.dtype)
     block[first : first + x.size] = x.ravel()
-    there = device.in_use().from_host(block)
-    return there[first : first + x.size].reshape(x.shape), there
+    buffer = device.in_use().from_host(block)
+    return buffer[first : first + x.size].reshape(x.shape), buffer
 
 
 def aligned(x: np.ndarray) -> tuple[Any, Any]:
@@ -83,8 +83,8 @@ def columns(x: np.ndarray) -> tuple[Any, Any]:
         x.dtype
     )
     block[..., 3:-2] = x
-    there = device.in_use().from_host(block)
-    return there[..., 3:-2], there
+    buffer = device.in_use().from_host(block)
+    return buffer[..., 3:-2], buffer
 
 
 LAYOUTS = [plain, aligned, surrounded, columns]
@@ -94,27 +94,27 @@ def bits(x: Any) -> bytes:
     return device.in_use().to_host(x).tobytes()
 
 
-def close(found: Any, wanted: Any, kind: Any, ulps: float = 1.0) -> None:
+def close(actual: Any, truth: Any, kind: Any, ulps: float = 1.0) -> None:
     """Check equality up to rounding, as the summation order differs; in float32 relative to the maximum."""
-    if isinstance(wanted, tuple):
-        assert len(found) == len(wanted)
-        for a, b in zip(found, wanted, strict=True):
+    if isinstance(truth, tuple):
+        assert len(actual) == len(truth)
+        for a, b in zip(actual, truth, strict=True):
             close(a, b, kind, ulps)
         return
-    if wanted is None:
-        assert found is None
+    if truth is None:
+        assert actual is None
         return
-    found, wanted = device.in_use().to_host(found), np.asarray(wanted)
-    assert found.shape == wanted.shape
-    assert found.dtype == wanted.dtype
-    a, b = found.astype(np.float64), wanted.astype(np.float64)
-    most = max(0.05, np.abs(b).max(initial=0))
-    if wanted.dtype in (BF16, F16):
-        near = ulps * ULP[wanted.dtype]
-        np.testing.assert_allclose(a, b, rtol=near, atol=2e-6 * most)
-        assert np.mean(found == wanted) > 0.95 or found.size < 100, "rounded more than once?"
-    elif wanted.dtype == F32:
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * most)
+    actual, truth = device.in_use().to_host(actual), np.asarray(truth)
+    assert actual.shape == truth.shape
+    assert actual.dtype == truth.dtype
+    a, b = actual.astype(np.float64), truth.astype(np.float64)
+    largest = max(0.05, np.abs(b).max(initial=0))
+    if truth.dtype in (BF16, F16):
+        tolerance = ulps * ULP[truth.dtype]
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=2e-6 * largest)
+        assert np.mean(actual == truth) > 0.95 or actual.size < 100, "rounded more than once?"
+    elif truth.dtype == F32:
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * largest)
     else:
         np.testing.assert_allclose(a, b, rtol=1e-6 if kind == F32 else 1e-5)
 
@@ -180,29 +180,29 @@ SHAPES = [(1, 1), (3, 7), (5, 8), (2, 3, 64), (17, 131), (1, 2, 1030)]
 def check(name: str, case: Case, layout: Callable[[np.ndarray], tuple[Any, Any]], kind: Any) -> Any:
     name, (args, named) = name.partition(" ")[0], case
     result, after = expected(name, args, named)
-    written = [entry.name for entry in OPERATIONS[name].signature.entries if entry.written]
+    outputs = [entry.name for entry in OPERATIONS[name].signature.entries if entry.written]
     vectors = {id(x) for x in args if isinstance(x, np.ndarray) and layout is columns and x.ndim == 1}
-    there = [
+    arrays = [
         (aligned if id(x) in vectors or (in_place(name, x, args) and layout is columns) else layout)(x)
         if isinstance(x, np.ndarray)
         else (x, None)
         for x in args
     ]
-    before = [None if block is None else bits(block) for _, block in there]
-    found = getattr(ops, name)(*(x for x, _ in there), **named)
-    close(found, result, kind)
-    for (x, block), wanted, original, given in zip(there, after, args, before, strict=True):
+    before = [None if block is None else bits(block) for _, block in arrays]
+    actual = getattr(ops, name)(*(x for x, _ in arrays), **named)
+    close(actual, result, kind)
+    for (x, block), truth, original, raw in zip(arrays, after, args, before, strict=True):
         if not isinstance(original, np.ndarray):
             continue
-        if not written or original.tobytes() == wanted.tobytes():
+        if not outputs or original.tobytes() == truth.tobytes():
             assert bits(x) == original.tobytes(), "an input was written"
-            assert block is None or bits(block) == given
+            assert block is None or bits(block) == raw
         else:
-            close(x, wanted, kind)
-            assert block is None or around(block, x) == around_bytes(given, block, x), (
+            close(x, truth, kind)
+            assert block is None or around(block, x) == around_bytes(raw, block, x), (
                 "other memory was written"
             )
-    return found
+    return actual
 
 
 def in_place(name: str, x: np.ndarray, args: list[Any]) -> bool:
@@ -213,9 +213,9 @@ def around(block: Any, x: Any) -> bytes:
     return around_bytes(bits(block), block, x)
 
 
-def around_bytes(given: bytes, block: Any, x: Any) -> bytes:
+def around_bytes(raw: bytes, block: Any, x: Any) -> bytes:
     start = x.data.ptr - block.data.ptr
-    return given[:start] + given[start + x.nbytes :]
+    return raw[:start] + raw[start + x.nbytes :]
 
 
 @every_kind
@@ -246,8 +246,8 @@ def test_results_end_where_they_end(gpu, monkeypatch, kind):
     for shape in [(3, 5, 16), (2, 3, 37)]:
         for name, (args, named) in all_cases(shape, kind).items():
             buffers.clear()
-            there = [device.in_use().from_host(x) if isinstance(x, np.ndarray) else x for x in args]
-            getattr(ops, name.partition(" ")[0])(*there, **named)
+            arrays = [device.in_use().from_host(x) if isinstance(x, np.ndarray) else x for x in args]
+            getattr(ops, name.partition(" ")[0])(*arrays, **named)
             for x, block in buffers:
                 fresh = np.full(block.size, np.nan if block.dtype.kind == "f" or block.dtype == BF16 else -1)
                 fresh = fresh.astype(block.dtype).tobytes()
@@ -257,13 +257,13 @@ def test_results_end_where_they_end(gpu, monkeypatch, kind):
 @every_kind
 def test_twice_the_same_bits(gpu, monkeypatch, kind):
     def run() -> list[bytes]:
-        found = []
+        content = []
         for name, (args, named) in all_cases((3, 5, 72), kind).items():
-            there = [device.in_use().from_host(x) if isinstance(x, np.ndarray) else x for x in args]
-            result = getattr(ops, name.partition(" ")[0])(*there, **named)
+            arrays = [device.in_use().from_host(x) if isinstance(x, np.ndarray) else x for x in args]
+            result = getattr(ops, name.partition(" ")[0])(*arrays, **named)
             results = result if isinstance(result, tuple) else (result,)
-            found += [bits(x) for x in (*results, *there) if device.is_cupy(x)]
-        return found
+            content += [bits(x) for x in (*results, *arrays) if device.is_cupy(x)]
+        return content
 
     first = run()
     monkeypatch.setenv("PRETEND_CUPY_SEED", "1000000")
@@ -275,18 +275,18 @@ def test_nan_and_infinity_stay_visible(gpu, kind):
     x = numbers(3, 40, kind=kind)
     x[1, 7] = np.nan
     w, b, dy = numbers(40, kind=kind), numbers(40, kind=kind), numbers(3, 40, seed=1, kind=kind)
-    there, w, b, dy = (gpu.from_host(item) for item in (x, w, b, dy))
-    y, r = ops.rms_norm(there, w, 1e-3)
-    z, mean, root = ops.layer_norm(there, w, b, 1e-3)
-    loss, dz = ops.cross_entropy(there, gpu.from_host(np.array([0, 1, 2])), 1.0)
-    rows = [y, z, ops.rms_norm_backward(dy, there, w, r, None), dz]
-    rows += [ops.layer_norm_backward(dy, there, w, mean, root, None, None)]
+    on_gpu, w, b, dy = (gpu.from_host(item) for item in (x, w, b, dy))
+    y, r = ops.rms_norm(on_gpu, w, 1e-3)
+    z, mean, root = ops.layer_norm(on_gpu, w, b, 1e-3)
+    loss, dz = ops.cross_entropy(on_gpu, gpu.from_host(np.array([0, 1, 2])), 1.0)
+    rows = [y, z, ops.rms_norm_backward(dy, on_gpu, w, r, None), dz]
+    rows += [ops.layer_norm_backward(dy, on_gpu, w, mean, root, None, None)]
     for row in rows:
-        found = gpu.to_host(row).astype(np.float32)
-        assert np.isnan(found[1]).all()
-        assert np.isfinite(found[[0, 2]]).all(), "other rows must not change"
+        values = gpu.to_host(row).astype(np.float32)
+        assert np.isnan(values[1]).all()
+        assert np.isfinite(values[[0, 2]]).all(), "other rows must not change"
     assert math.isnan(float(loss))
-    assert np.isnan(gpu.to_host(ops.gelu(there)).astype(np.float32)[1, 7])
+    assert np.isnan(gpu.to_host(ops.gelu(on_gpu)).astype(np.float32)[1, 7])
     x[1, 7] = np.inf
     assert math.isnan(float(ops.cross_entropy(gpu.from_host(x), gpu.from_host(np.array([0, 1, 2])), 1.0)[0]))
 
@@ -294,20 +294,20 @@ def test_nan_and_infinity_stay_visible(gpu, kind):
 @every_kind
 def test_activations_have_their_limits(gpu, kind):
     x = np.array([-3e4, -100.0, -0.0, 0.0, 100.0, 3e4], np.float32).astype(kind)
-    there, ones = gpu.from_host(x), gpu.from_host(np.ones(6, np.float32).astype(kind))
+    on_gpu, ones = gpu.from_host(x), gpu.from_host(np.ones(6, np.float32).astype(kind))
     passed = np.array([0, 0, 0, 0, *x[4:].astype(np.float32)], np.float32)
     slopes = np.array([0, 0, 0.5, 0.5, 1, 1], np.float32)
-    for found, wanted in [
-        (ops.gelu(there), passed),
-        (ops.swiglu(there, ones), passed),
-        (ops.gelu_backward(ones, there), slopes),
-        (ops.swiglu_backward(ones, there, ones)[0], slopes),
-        (ops.swiglu_backward(ones, there, ones)[1], passed),
-        (ops.geglu(there, ones), passed),
-        (ops.geglu_backward(ones, there, ones)[0], slopes),
-        (ops.geglu_backward(ones, there, ones)[1], passed),
+    for actual, truth in [
+        (ops.gelu(on_gpu), passed),
+        (ops.swiglu(on_gpu, ones), passed),
+        (ops.gelu_backward(ones, on_gpu), slopes),
+        (ops.swiglu_backward(ones, on_gpu, ones)[0], slopes),
+        (ops.swiglu_backward(ones, on_gpu, ones)[1], passed),
+        (ops.geglu(on_gpu, ones), passed),
+        (ops.geglu_backward(ones, on_gpu, ones)[0], slopes),
+        (ops.geglu_backward(ones, on_gpu, ones)[1], passed),
     ]:
-        np.testing.assert_array_equal(gpu.to_host(found).astype(np.float32), wanted)
+        np.testing.assert_array_equal(gpu.to_host(actual).astype(np.float32), truth)
 
 
 @every_kind
@@ -360,14 +360,14 @@ def test_tokens_may_fill_many_runs(gpu, count, kind):
 def test_tokens_outside_are_seen_and_write_nothing(gpu):
     tokens = np.array([0, 4, -1, 3, 1 << 40])
     w, dw, dy = numbers(4, 6), numbers(4, 6, seed=1), numbers(5, 6, seed=2)
-    there, block = surrounded(dw)
+    on_gpu, block = surrounded(dw)
     y = gpu.to_host(ops.embedding(gpu.from_host(tokens), gpu.from_host(w)))
-    ops.embedding_backward(gpu.from_host(tokens), gpu.from_host(dy), there)
+    ops.embedding_backward(gpu.from_host(tokens), gpu.from_host(dy), on_gpu)
     assert np.isnan(y[[1, 2, 4]]).all()
     assert np.array_equal(y[[0, 3]], w[[0, 3]])
     dw[0] += dy[0]
     dw[3] += dy[3]
-    assert np.array_equal(gpu.to_host(there), dw)
+    assert np.array_equal(gpu.to_host(on_gpu), dw)
     assert np.isnan(gpu.to_host(block)[:GUARD]).all()
     loss, _ = ops.cross_entropy(gpu.from_host(dy), gpu.from_host(tokens), 1.0)
     assert math.isnan(float(loss))
@@ -386,15 +386,15 @@ def test_rope_turns_columns_of_wider_arrays_where_they_lie(gpu, shape, part, int
     for gap in (0, 3, 8):
         joined = numbers(b, t, heads * width + gap, kind=kind)
         x = joined[..., gap:].reshape(shape)
-        wanted = low_precision.accept_low("rope", reference.rope)(x, cos, sin, interleaved)
-        there = gpu.from_host(joined)
-        view = there[..., gap:].reshape(shape)
+        truth = low_precision.accept_low("rope", reference.rope)(x, cos, sin, interleaved)
+        on_gpu = gpu.from_host(joined)
+        view = on_gpu[..., gap:].reshape(shape)
         fresh = ops.rope(view, *table, interleaved)
-        close(fresh, wanted, kind)
+        close(fresh, truth, kind)
         assert bits(fresh[..., turned:]) == x[..., turned:].tobytes(), "unrotated elements changed"
         assert ops.rope(view, *table, interleaved, view) is view
         assert bits(view) == bits(fresh)
-        assert bits(there[..., :gap]) == joined[..., :gap].tobytes(), "other columns were written"
+        assert bits(on_gpu[..., :gap]) == joined[..., :gap].tobytes(), "other columns were written"
 
 
 def test_losses_are_summed_in_float64(gpu):
@@ -412,8 +412,8 @@ def test_cross_entropy_does_not_overflow(gpu, kind):
     loss, dz = ops.cross_entropy(gpu.from_host(logits), gpu.from_host(np.array([1, 2, 1])), 1.0)
     wide = logits.astype(np.float64)
     assert float(loss) == pytest.approx(wide[0, 0] - wide[0, 1] + 2 * math.log(2), rel=1e-6)
-    wanted = [[1, -1, 0], [0, 0.5, -0.5], [0, -0.5, 0.5]]
-    np.testing.assert_allclose(gpu.to_host(dz).astype(np.float32), wanted, atol=1e-6)
+    truth = [[1, -1, 0], [0, 0.5, -0.5], [0, -0.5, 0.5]]
+    np.testing.assert_allclose(gpu.to_host(dz).astype(np.float32), truth, atol=1e-6)
 
 
 def test_the_steady_state_allocates_nothing(gpu):

@@ -14,9 +14,9 @@ MATRICES = [name for name, p in MODEL.params().items() if name.startswith("blk."
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
 def test_directions(gpu, shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    got = Muon().orthogonal(gpu.from_host(x))
+    actual = Muon().orthogonal(gpu.from_host(x))
     device.adopt(device.HOST)
-    assert np.abs(gpu.to_host(got) - Muon().orthogonal(x)).max() < 2e-5
+    assert np.abs(gpu.to_host(actual) - Muon().orthogonal(x)).max() < 2e-5
 
 
 def weights(steps=2):
@@ -32,7 +32,7 @@ def weights(steps=2):
 
 
 def test_steps(gpu):
-    found = weights()
+    actual = weights()
     device.adopt(device.HOST)
-    for name, wanted in weights().items():
-        assert np.abs(found[name] - wanted).max() < 2e-4, name
+    for name, expected in weights().items():
+        assert np.abs(actual[name] - expected).max() < 2e-4, name

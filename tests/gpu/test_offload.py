@@ -41,23 +41,23 @@ def pieces(monkeypatch):
 
 
 def optimizers(config=CONFIG, strategy=FULL_SHARD, how="moments", **options):
-    made = []
-    for where in ("none", how):
-        masters = where == "state"
+    pair = []
+    for place in ("none", how):
+        masters = place == "state"
         module = ShardedModule(config.stages(), SerialComm(), strategy, offload_masters=masters, **options)
         module.initialize(seed=3)
-        made.append(ShardedAdamW(module, lr=1e-2, weight_decay=0.3, offload=where))
-    return made
+        pair.append(ShardedAdamW(module, lr=1e-2, weight_decay=0.3, offload=place))
+    return pair
 
 
 def step(optimizer, number):
-    drawn = np.random.default_rng(number)
+    generator = np.random.default_rng(number)
     for unit in optimizer.units:
         _, gradient, part = unit.updated
         gradient.fill(0)
         for segment in unit.unit.segments(part):  # gaps stay zeros
             size = segment.where.stop - segment.where.start
-            device.in_use().copy(gradient[segment.where], drawn.standard_normal(size, np.float32))
+            device.in_use().copy(gradient[segment.where], generator.standard_normal(size, np.float32))
     optimizer.module.rounds_open = ALL
     return optimizer.step(max_norm=1.0)
 
@@ -67,13 +67,13 @@ def on_host(array):
 
 
 def bits(optimizer):
-    found = {}
+    arrays = {}
     for unit in optimizer.module.units:
-        found[f"parameters {unit.name}"] = on_host(unit.parameters.master_shard)
-        found[f"read {unit.name}"] = on_host(unit.parameters.shard)
-    for unit, held in optimizer.states.items():
-        found |= {f"{name} {unit}": on_host(values) for name, values in held.items()}
-    return {name: array.tobytes() for name, array in found.items()}
+        arrays[f"parameters {unit.name}"] = on_host(unit.parameters.master_shard)
+        arrays[f"read {unit.name}"] = on_host(unit.parameters.shard)
+    for unit, states in optimizer.states.items():
+        arrays |= {f"{name} {unit}": on_host(values) for name, values in states.items()}
+    return {name: array.tobytes() for name, array in arrays.items()}
 
 
 @pytest.mark.parametrize(
@@ -83,32 +83,32 @@ def bits(optimizer):
     "strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda strategy: strategy.name
 )
 def test_the_same_bits_as_on_the_gpu(gpu, pieces, strategy, how, precision):
-    kept, offloaded = optimizers(strategy=strategy, how=how, precision=precision)
+    plain, offloaded = optimizers(strategy=strategy, how=how, precision=precision)
     assert max(unit.updated[0].size for unit in offloaded.units) > 4 * 2048
     for number in range(3):
-        assert step(kept, number) == step(offloaded, number)
-    assert bits(kept) == bits(offloaded)
-    assert any(any(held[SECOND] > 0) for held in offloaded.states.values())
+        assert step(plain, number) == step(offloaded, number)
+    assert bits(plain) == bits(offloaded)
+    assert any(any(states[SECOND] > 0) for states in offloaded.states.values())
 
 
 def test_slices_that_are_rows(gpu, pieces):
     """If a row is longer than the chunk size, a chunk is one row."""
-    kept, offloaded = optimizers(GPT2.from_flags(ROWS), by_rows=True)
+    plain, offloaded = optimizers(GPT2.from_flags(ROWS), by_rows=True)
     for number in range(2):
-        step(kept, number), step(offloaded, number)
-    assert bits(kept) == bits(offloaded)
+        step(plain, number), step(offloaded, number)
+    assert bits(plain) == bits(offloaded)
 
 
 def test_a_step_that_is_left_out_changes_nothing(gpu, pieces):
-    kept, offloaded = optimizers()
+    plain, offloaded = optimizers()
     step(offloaded, 0)
     before = bits(offloaded)
     offloaded.units[0].updated[1].fill(np.inf)
     offloaded.module.rounds_open = ALL
     assert offloaded.step().skipped
     assert bits(offloaded) == before
-    step(kept, 0)
-    assert bits(kept) == before
+    step(plain, 0)
+    assert bits(plain) == before
 
 
 def test_moments_are_of_the_host_and_rooms_are_allocated_once(gpu, pieces):
@@ -139,15 +139,15 @@ def test_parameters_are_of_the_host_as_well(gpu, pieces):
             on_host(unit.parameters.shard), unit.parameters.master_shard.astype(unit.parameters.shard.dtype)
         )
     state = optimizer.module.state_dict()
-    assert {type(whole) for whole in state.values()} == {np.ndarray}
+    assert {type(array) for array in state.values()} == {np.ndarray}
 
 
 @pytest.mark.parametrize(("how", "precision"), [("moments", FP32), ("state", BF16)])
 def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path, how, precision):
-    kept, offloaded = optimizers(how=how, precision=precision)
+    plain, offloaded = optimizers(how=how, precision=precision)
     progress = TrainingProgress(2, 100, 0, 2)
     folders = []
-    for optimizer in (kept, offloaded):
+    for optimizer in (plain, offloaded):
         step(optimizer, 0), step(optimizer, 1)
         folder = tmp_path / f"run{len(folders)}"
         folders.append(save_checkpoint(folder, optimizer, progress, DESCRIPTION))
@@ -157,8 +157,8 @@ def test_checkpoints_are_the_same_files(gpu, pieces, tmp_path, how, precision):
     for optimizer, folder in zip(others, reversed(folders), strict=True):
         load_checkpoint(folder, optimizer)
         step(optimizer, 2)
-    step(kept, 2)
-    assert bits(others[0]) == bits(others[1]) == bits(kept)
+    step(plain, 2)
+    assert bits(others[0]) == bits(others[1]) == bits(plain)
 
 
 def test_a_host_without_pinned_memory_is_one_line(gpu, monkeypatch):
@@ -243,7 +243,7 @@ def test_a_snapshot_is_copied_beside_the_work_and_before_the_next_update(gpu, mo
     arrays = [gpu.from_host(np.ones(1 << 16, np.float32)) for _ in range(4)]
     rates = {"grad_scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "step": 1}
     monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.01")
-    wanted = np.ones(1 << 16)
+    expected = np.ones(1 << 16)
     for _ in range(2):
         with monkeypatch.context() as patch:
             patch.setattr(type(gpu.stream), "synchronize", lambda stream: pytest.fail("the host waits"))
@@ -251,8 +251,8 @@ def test_a_snapshot_is_copied_beside_the_work_and_before_the_next_update(gpu, mo
             gpu.before_update()
             ops.adamw(*arrays, **rates, decay=np.zeros(1))
         snapshot.complete.wait()
-        held = copies[-1].values.copy()
+        copy = copies[-1].values.copy()
         gpu.synchronize()
-        assert (held == wanted).all()
-        wanted = gpu.to_host(arrays[0])
+        assert (copy == expected).all()
+        expected = gpu.to_host(arrays[0])
     assert copies[0].values is copies[1].values

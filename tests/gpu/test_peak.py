@@ -27,7 +27,7 @@ def test_products_are_timed_on_the_gpu_in_the_type_of_computing(precision, gpu, 
 
 def test_memory_in_use_is_what_is_not_free(gpu):
     free, total = gpu.cupy.cuda.runtime.memGetInfo()
-    found = gpu.memory_in_use()
+    actual = gpu.memory_in_use()
     later, _ = gpu.cupy.cuda.runtime.memGetInfo()  # other processes may share the GPU
-    assert min(total - free, total - later) <= found <= max(total - free, total - later)
-    assert 0 < found < total
+    assert min(total - free, total - later) <= actual <= max(total - free, total - later)
+    assert 0 < actual < total

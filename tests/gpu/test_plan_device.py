@@ -24,9 +24,9 @@ MODELS = {
 
 def planned(case):
     before = device.in_use()
-    found = simulate(case), plan_memory(case)
+    plans = simulate(case), plan_memory(case)
     assert device.in_use() is before
-    return found
+    return plans
 
 
 def train(case, rounds):
@@ -38,10 +38,10 @@ def train(case, rounds):
     module.initialize(0)
     optimizer, accumulator = ShardedAdamW(module, offload=case.offload), GradAccum(module, rounds)
     shape = case.micro_batch, case.context + 1
-    drawn = np.random.default_rng(0).integers(case.model.vocab_size, size=shape)
+    tokens = np.random.default_rng(0).integers(case.model.vocab_size, size=shape)
     for _ in range(2):
         for _ in range(rounds):
-            accumulator.accumulate(drawn[:, :-1], CrossEntropy(drawn[:, 1:], 1.0 / case.tokens))
+            accumulator.accumulate(tokens[:, :-1], CrossEntropy(tokens[:, 1:], 1.0 / case.tokens))
         module.sync_gradients()
         module.zero_gradients()
     return module, optimizer, pool.nbytes
@@ -68,14 +68,14 @@ def test_layers_on_fakes_take_what_those_on_a_gpu_take(gpu, own_attention, name,
     options = {"batch_size": 4, "micro_batch": 2, "context": 48, "recompute": recompute}
     case = Case(MODELS[name], **options, device="cuda", precision_name=precision)
     seen, memory = planned(case)
-    module, optimizer, held = train(case, 2)
-    assert seen.recycled == held
+    module, optimizer, recycled = train(case, 2)
+    assert seen.recycled == recycled
     assert memory.gradient_buffers == module.gradient_pool.nbytes
     assert memory.moments == optimizer.memory_bytes()
-    kept = [unit.parameters.shard for unit in module.units]
+    shards = [unit.parameters.shard for unit in module.units]
     if module.precision.is_low:
         assert memory.masters == sum(unit.parameters.master_shard.nbytes for unit in module.units)
-    assert memory.parameters == sum(array.nbytes for array in kept)
+    assert memory.parameters == sum(array.nbytes for array in shards)
 
 
 @pytest.mark.world(1)
@@ -143,8 +143,8 @@ def test_bytes_and_rooms_of_transfers(gpu, own_attention, transport, precision, 
     accumulator.total_loss()
     optimizer.step(max_norm=1.0)
     assert comm.meter.sent_bytes - before == plan_traffic(case, flags=0).sent[comm.rank]
-    buffers = [array for some in comm._buffers.values() for buffer in some for array in buffer]
-    buffers += [buffer for some in comm._arrivals.values() for buffer in some]
+    buffers = [array for group in comm._buffers.values() for buffer in group for array in buffer]
+    buffers += [buffer for group in comm._arrivals.values() for buffer in group]
     assert 0 < sum(array.nbytes for array in buffers) <= plan.transport
     assert (plan.host > 0) == (transport == "staged")
     if transport == "staged":

@@ -33,18 +33,18 @@ def draw(kind, *shape, seed=0, scale=1.0):
     return (np.random.default_rng([seed, *shape]).normal(size=shape) * scale).astype(KINDS[kind])
 
 
-def close(got, want, kind, slack=2e-6, added=None):
+def close(actual, expected, kind, slack=2e-6, added=None):
     """Check that two results agree up to the order of float32 sums and, in bf16 and f16, one rounding.
 
     added: the value that was added to a product, which may have been rounded before.
     """
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    allowed = LOW.get(kind, 0.0) * np.abs(want) + slack * (1.0 + np.abs(want).max(initial=0.0))
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape
+    allowed = LOW.get(kind, 0.0) * np.abs(expected) + slack * (1.0 + np.abs(expected).max(initial=0.0))
     if added is not None:
-        allowed += LOW.get(kind, 0.0) / 2 * np.abs(want - np.asarray(added, np.float64))
-    worst = np.abs(got - want) - allowed
-    assert (worst <= 0).all(), f"off by {worst.max()} at {np.unravel_index(worst.argmax(), want.shape)}"
+        allowed += LOW.get(kind, 0.0) / 2 * np.abs(expected - np.asarray(added, np.float64))
+    worst = np.abs(actual - expected) - allowed
+    assert (worst <= 0).all(), f"off by {worst.max()} at {np.unravel_index(worst.argmax(), expected.shape)}"
 
 
 def defined(name):
@@ -66,13 +66,13 @@ def gemm(gpu):
 @pytest.mark.parametrize("extras", ["", "b", "plus", "b plus"])
 def test_linear(gpu, kind, shape, extras):
     n, c, o = shape
-    given = [draw(kind, n, c), draw(kind, o, c, scale=c**-0.5)]
-    more = {"b": draw(kind, o), "plus": draw(kind, n, o, seed=3)}
-    more = {name: more[name] for name in extras.split()}
-    want = defined("linear")(*given, **more)
-    got = ops.linear(*map(gpu.from_host, given), **{k: gpu.from_host(x) for k, x in more.items()})
-    assert got.dtype == KINDS[kind]
-    close(gpu.to_host(got), want, kind, added=sum(np.asarray(x, np.float64) for x in more.values()))
+    inputs = [draw(kind, n, c), draw(kind, o, c, scale=c**-0.5)]
+    options = {"b": draw(kind, o), "plus": draw(kind, n, o, seed=3)}
+    options = {name: options[name] for name in extras.split()}
+    expected = defined("linear")(*inputs, **options)
+    actual = ops.linear(*map(gpu.from_host, inputs), **{k: gpu.from_host(x) for k, x in options.items()})
+    assert actual.dtype == KINDS[kind]
+    close(gpu.to_host(actual), expected, kind, added=sum(np.asarray(x, np.float64) for x in options.values()))
 
 
 @kinds
@@ -81,11 +81,11 @@ def test_linear(gpu, kind, shape, extras):
 def test_linear_backward_x(gpu, kind, shape, adds):
     n, c, o = shape
     dy, w, before = draw(kind, n, o), draw(kind, o, c, scale=o**-0.5), draw(kind, n, c, seed=1)
-    want = defined("linear_backward_x")(dy, w, before.copy() if adds else None)
+    expected = defined("linear_backward_x")(dy, w, before.copy() if adds else None)
     into = gpu.from_host(before) if adds else None
-    got = ops.linear_backward_x(gpu.from_host(dy), gpu.from_host(w), into)
-    assert got is into or not adds
-    close(gpu.to_host(got), want, kind, added=before if adds else None)
+    actual = ops.linear_backward_x(gpu.from_host(dy), gpu.from_host(w), into)
+    assert actual is into or not adds
+    close(gpu.to_host(actual), expected, kind, added=before if adds else None)
 
 
 @kinds
@@ -93,17 +93,17 @@ def test_linear_backward_x(gpu, kind, shape, adds):
 @pytest.mark.parametrize("gradient", ["own", "f32"])
 def test_gradients_of_weights_are_added_into_their_own_type(gpu, kind, shape, gradient):
     n, c, o = shape
-    own = kind if gradient == "own" else "f32"
+    dtype = kind if gradient == "own" else "f32"
     dy, x = draw(kind, n, o, scale=n**-0.5), draw(kind, n, c)
     for name, sides, before in (
-        ("linear_backward_w", (dy, x), draw(own, o, c, seed=1)),
-        ("linear_backward_b", (dy,), draw(own, o, seed=2)),
+        ("linear_backward_w", (dy, x), draw(dtype, o, c, seed=1)),
+        ("linear_backward_b", (dy,), draw(dtype, o, seed=2)),
     ):
-        want = before.copy()
-        defined(name)(*sides, want)
-        got = gpu.from_host(before)
-        assert getattr(ops, name)(*map(gpu.from_host, sides), got) is None
-        close(gpu.to_host(got), want, own, added=before)
+        expected = before.copy()
+        defined(name)(*sides, expected)
+        actual = gpu.from_host(before)
+        assert getattr(ops, name)(*map(gpu.from_host, sides), actual) is None
+        close(gpu.to_host(actual), expected, dtype, added=before)
 
 
 @kinds
@@ -111,23 +111,23 @@ def test_columns_of_a_wider_array_are_read_and_written_where_they_lie(gpu, kind)
     wide, w = draw(kind, 3, 5, 48), draw(kind, 24, 16, scale=0.25)
     on_gpu, w_gpu = gpu.from_host(wide), gpu.from_host(w)
     for columns in (slice(16, 32), slice(3, 19)):  # aligned and unaligned
-        got = gpu.to_host(ops.linear(on_gpu[..., columns], w_gpu))
-        close(got, defined("linear")(wide[..., columns], w), kind)
-        dw, want = gpu.zeros(24 * 16, KINDS[kind]).reshape(24, 16), np.zeros((24, 16), KINDS[kind])
+        actual = gpu.to_host(ops.linear(on_gpu[..., columns], w_gpu))
+        close(actual, defined("linear")(wide[..., columns], w), kind)
+        dw, expected = gpu.zeros(24 * 16, KINDS[kind]).reshape(24, 16), np.zeros((24, 16), KINDS[kind])
         ops.linear_backward_w(on_gpu[..., 24:], on_gpu[..., columns], dw)
-        defined("linear_backward_w")(wide[..., 24:], wide[..., columns], want)
-        close(gpu.to_host(dw), want, kind)
-        into, want = gpu.from_host(wide), wide.copy()
+        defined("linear_backward_w")(wide[..., 24:], wide[..., columns], expected)
+        close(gpu.to_host(dw), expected, kind)
+        into, expected = gpu.from_host(wide), wide.copy()
         ops.linear_backward_x(on_gpu[..., :24], w_gpu, into[..., columns])
-        want[..., columns] = defined("linear_backward_x")(wide[..., :24], w, wide[..., columns].copy())
-        close(gpu.to_host(into), want, kind, added=wide)
+        expected[..., columns] = defined("linear_backward_x")(wide[..., :24], w, wide[..., columns].copy())
+        close(gpu.to_host(into), expected, kind, added=wide)
 
 
 @kinds
 def test_rows_that_lie_unevenly_are_brought_together(gpu, kind):
     x, w, plus = draw(kind, 4, 6, 8), draw(kind, 5, 8), draw(kind, 4, 6, 5)
-    got = ops.linear(gpu.from_host(x)[:, 1:4], gpu.from_host(w), None, gpu.from_host(plus)[:, 2:5])
-    close(gpu.to_host(got), defined("linear")(x[:, 1:4], w, None, plus[:, 2:5]), kind)
+    actual = ops.linear(gpu.from_host(x)[:, 1:4], gpu.from_host(w), None, gpu.from_host(plus)[:, 2:5])
+    close(gpu.to_host(actual), defined("linear")(x[:, 1:4], w, None, plus[:, 2:5]), kind)
     turned = ops.linear(gpu.from_host(x.swapaxes(1, 2).copy()).swapaxes(1, 2), gpu.from_host(w))  # columns
     close(gpu.to_host(turned), defined("linear")(x, w), kind)
 
@@ -144,19 +144,19 @@ def test_a_plan_adds_the_bias_of_the_call_and_not_that_of_its_making(gpu):
 def test_a_bias_that_no_algorithm_adds(gpu, kind, monkeypatch):
     from zero_mpi.ops.gpu import gemm
 
-    made = gemm.products()
-    if not hasattr(made.lt, "refuses"):
+    products = gemm.products()
+    if not hasattr(products.lt, "refuses"):
         pytest.skip("a real cuBLASLt cannot be made to refuse a matmul")
-    monkeypatch.setattr(made, "plans", {})
-    monkeypatch.setattr(made.lt, "refuses", [gemm.EPILOGUE_BIAS])
+    monkeypatch.setattr(products, "plans", {})
+    monkeypatch.setattr(products.lt, "refuses", [gemm.EPILOGUE_BIAS])
     x, w, plus = draw(kind, 7, 3), draw(kind, 5, 3), draw(kind, 7, 5, seed=3)
     for seed in (1, 2):  # the second call uses the cached plan
         b = draw(kind, 5, seed=seed)
-        got = ops.linear(*map(gpu.from_host, (x, w, b, plus)))
+        actual = ops.linear(*map(gpu.from_host, (x, w, b, plus)))
         once_more = LOW.get(kind, 1e-6)  # the product is rounded once more before the bias is added
-        close(gpu.to_host(got), defined("linear")(x, w, b, plus), kind, once_more)
-    assert len(made.plans) == 1
-    monkeypatch.setattr(made.lt, "refuses", [gemm.EPILOGUE_BIAS, gemm.EPILOGUE_DEFAULT])
+        close(gpu.to_host(actual), defined("linear")(x, w, b, plus), kind, once_more)
+    assert len(products.plans) == 1
+    monkeypatch.setattr(products.lt, "refuses", [gemm.EPILOGUE_BIAS, gemm.EPILOGUE_DEFAULT])
     with pytest.raises(ValueError, match="knows no algorithm"):
         ops.linear(gpu.from_host(x[:5]), gpu.from_host(w), gpu.from_host(b))
 
@@ -164,8 +164,8 @@ def test_a_bias_that_no_algorithm_adds(gpu, kind, monkeypatch):
 def test_float32_products_are_no_tf32(gpu):
     """TF32 has 10 fraction bits and would round 1 + 2^-12 to 1."""
     x = np.full((32, 64), 1 + 2.0**-12, np.float32)
-    got = gpu.to_host(ops.linear(gpu.from_host(x), gpu.from_host(np.eye(64, dtype=np.float32))))
-    assert (got == x).all()
+    actual = gpu.to_host(ops.linear(gpu.from_host(x), gpu.from_host(np.eye(64, dtype=np.float32))))
+    assert (actual == x).all()
 
 
 def test_low_sums_are_float32(gpu):
@@ -178,10 +178,10 @@ def test_low_sums_are_float32(gpu):
         assert (gpu.to_host(into) == 4097.0).all()
 
 
-def head_case(kind, n, c, v, own=None):
+def head_case(kind, n, c, v, sum_kind=None):
     x, w, b = draw(kind, n, c), draw(kind, v, c, scale=c**-0.5), draw(kind, v, scale=0.1)
     targets = np.random.default_rng(n).integers(0, v, n)
-    sums = draw(own or kind, v, c, seed=5, scale=0.01), draw(own or kind, v, seed=6, scale=0.01)
+    sums = draw(sum_kind or kind, v, c, seed=5, scale=0.01), draw(sum_kind or kind, v, seed=6, scale=0.01)
     return x, w, b, targets, *sums
 
 
@@ -194,27 +194,27 @@ def test_head_in_chunks(gpu, kind, own, n, c, v, rows, monkeypatch):
     monkeypatch.setattr(sizes, "LOGITS_BYTES", rows * -(-v // 8) * 8 * KINDS[kind].itemsize)
     x, w, b, targets, dw, db = head_case(kind, n, c, v, "f32" if own == "f32" else None)
     targets[1::3] = UNCOUNTED
-    wanted = [dw.copy(), db.copy()]
-    loss, dx = defined("linear_cross_entropy")(x, w, b, targets, 1.0 / n, *wanted)
+    truths = [dw.copy(), db.copy()]
+    loss, dx = defined("linear_cross_entropy")(x, w, b, targets, 1.0 / n, *truths)
     sums = [gpu.from_host(dw), gpu.from_host(db)]
-    given = [gpu.from_host(item) for item in (x, w, b, targets)]
-    got, got_dx = ops.linear_cross_entropy(*given, 1.0 / n, *sums)
-    assert got.shape == ()
-    assert got.dtype == np.float64
+    inputs = [gpu.from_host(item) for item in (x, w, b, targets)]
+    actual, actual_dx = ops.linear_cross_entropy(*inputs, 1.0 / n, *sums)
+    assert actual.shape == ()
+    assert actual.dtype == np.float64
     rough = 2e-6 if kind == "f32" else 4 * LOW[kind] / n  # logits and their gradients have this dtype too
-    assert abs(float(got) - float(loss)) <= (1e-5 if kind == "f32" else 2 * LOW[kind])
-    close(gpu.to_host(got_dx), dx, kind, slack=rough)
-    for ours, want in zip(sums, wanted, strict=True):
-        close(gpu.to_host(ours), want, kind if own == "own" else "f32", slack=rough)
+    assert abs(float(actual) - float(loss)) <= (1e-5 if kind == "f32" else 2 * LOW[kind])
+    close(gpu.to_host(actual_dx), dx, kind, slack=rough)
+    for ours, truth in zip(sums, truths, strict=True):
+        close(gpu.to_host(ours), truth, kind if own == "own" else "f32", slack=rough)
 
 
 @kinds
 def test_head_without_gradients_only_tells_the_loss(gpu, kind):
     x, w, b, targets, *_ = head_case(kind, 12, 8, 30)
-    want, _ = defined("linear_cross_entropy")(x, w, b, targets, 0.5, need_dx=False)
-    got, dx = ops.linear_cross_entropy(*map(gpu.from_host, (x, w, b)), targets, 0.5, need_dx=False)
+    expected, _ = defined("linear_cross_entropy")(x, w, b, targets, 0.5, need_dx=False)
+    actual, dx = ops.linear_cross_entropy(*map(gpu.from_host, (x, w, b)), targets, 0.5, need_dx=False)
     assert dx is None
-    assert abs(float(got) - want) < (1e-5 if kind == "f32" else 50 * LOW[kind] / 10)
+    assert abs(float(actual) - expected) < (1e-5 if kind == "f32" else 50 * LOW[kind] / 10)
 
 
 def a_step(gpu, arrays):
@@ -229,8 +229,8 @@ def a_step(gpu, arrays):
 
 def step_arrays(gpu, kind):
     n, c = 96, 128
-    made = [draw(kind, n, c), draw(kind, c, c, scale=c**-0.5), draw(kind, c), draw(kind, c, c), draw(kind, c)]
-    return [gpu.from_host(x) for x in made] + [gpu.from_host(np.arange(n) % c)]
+    host = [draw(kind, n, c), draw(kind, c, c, scale=c**-0.5), draw(kind, c), draw(kind, c, c), draw(kind, c)]
+    return [gpu.from_host(x) for x in host] + [gpu.from_host(np.arange(n) % c)]
 
 
 @kinds
@@ -262,11 +262,11 @@ def test_a_step_makes_no_plans_and_takes_no_memory_after_the_first_two(gpu, gemm
 def test_the_fastest_algorithm_is_looked_for_on_request(gpu, gemm, monkeypatch):
     monkeypatch.setenv("ZERO_MPI_GPU_TUNE", "1")
     dy, x, before = draw("bf16", 64, 24), draw("bf16", 64, 40), draw("f32", 24, 40)
-    want, got = before.copy(), gpu.from_host(before)
-    defined("linear_backward_w")(dy, x, want)
-    ops.linear_backward_w(gpu.from_host(dy), gpu.from_host(x), got)
+    exact, dw = before.copy(), gpu.from_host(before)
+    defined("linear_backward_w")(dy, x, exact)
+    ops.linear_backward_w(gpu.from_host(dy), gpu.from_host(x), dw)
     assert gemm.products().reductions == gemm.FLOAT32_PARTS
-    close(gpu.to_host(got), want, "f32")  # the product was added once, although it was timed several times
+    close(gpu.to_host(dw), exact, "f32")  # the product was added once, although it was timed several times
 
 
 def test_inner_sums_are_whole_on_request(gpu, gemm, monkeypatch):
@@ -303,9 +303,9 @@ def test_a_missing_library_of_cuda_is_one_line(gpu, gemm, monkeypatch, where, er
         compiled = SimpleNamespace(get_function=missing)
         monkeypatch.setattr(launch, "module", lambda source: compiled)
         monkeypatch.setattr(gpu.cupy, "RawModule", lambda **_: compiled)
-    with pytest.raises(UsageError) as got:
+    with pytest.raises(UsageError) as refusal:
         calls[where]()
-    text = str(got.value)
+    text = str(refusal.value)
     assert "\n" not in text
     for part in ("--device cuda", "no libX.so.13", "'cupy-cuda13x[ctk]'", "'nvmath-python[cu13]'"):
         assert part in text

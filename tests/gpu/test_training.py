@@ -49,9 +49,9 @@ def alone(name, precision):
 @pytest.mark.world(1)
 @pytest.mark.parametrize(("name", "precision"), TRAINED)
 def test_losses_are_near_those_of_the_host(gpu, name, precision):
-    found, expected = alone(name, precision)[0], on_the_host(name, precision)[0]
-    near = NEAR.get(precision, 1e-2)
-    np.testing.assert_allclose([loss for loss, _ in found], [loss for loss, _ in expected], rtol=near)
+    actual, expected = alone(name, precision)[0], on_the_host(name, precision)[0]
+    tolerance = NEAR.get(precision, 1e-2)
+    np.testing.assert_allclose([loss for loss, _ in actual], [loss for loss, _ in expected], rtol=tolerance)
 
 
 @pytest.mark.world(1)
@@ -84,30 +84,30 @@ def test_a_step_waits_for_two_copies_from_the_gpu(gpu, strategy, monkeypatch):
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_recorded_micro_batches_change_no_bit(gpu, strategy, precision, monkeypatch):
-    do, asked = getattr(type(gpu.stream), "do", None), []  # only a simulated stream has `do`
+    do, queue = getattr(type(gpu.stream), "do", None), []  # only a simulated stream has `do`
     if do is not None:
         monkeypatch.setattr(
-            type(gpu.stream), "do", lambda stream, work: asked.append(work) or do(stream, work)
+            type(gpu.stream), "do", lambda stream, work: queue.append(work) or do(stream, work)
         )
 
     def run():
         module = tiny.make(SerialComm(), MODELS["gpt2"], strategy, precision=PRECISIONS[precision])
         optimizer, accumulator = ShardedAdamW(module, lr=1e-2), GradAccum(module, 2)
-        found, calls = [], []
+        results, calls = [], []
         for step in range(6):
             for number in accumulator:
                 x, targets = tiny.micro_batch(step, number, MODELS["gpt2"], 2)
-                asked.clear()
+                queue.clear()
                 accumulator.accumulate(x, CrossEntropy(targets, 0.1))
-                calls.append(len(asked))
-            found.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
-        return (found, tiny.digest(module.state_dict())), calls
+                calls.append(len(queue))
+            results.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
+        return (results, tiny.digest(module.state_dict())), calls
 
     expected, plain = run()
     monkeypatch.setenv("ZERO_MPI_GPU_GRAPH", "1")
     monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
-    found, calls = run()
-    assert found == expected
+    results, calls = run()
+    assert results == expected
     if do is not None:
         assert min(plain) > 100
         assert max(calls[-4:]) < 10  # two uploads, the graph, the loss

@@ -29,8 +29,8 @@ def gpu(the_gpu):
 
 
 def child(*lines, end="pass"):
-    said = "".join(f"os.write(1, {json.dumps(line).encode()!r} + bytes([10])); " for line in lines)
-    return [sys.executable, "-c", f"import os, signal; {said}{end}"]
+    writes = "".join(f"os.write(1, {json.dumps(line).encode()!r} + bytes([10])); " for line in lines)
+    return [sys.executable, "-c", f"import os, signal; {writes}{end}"]
 
 
 FOUND = {"names": ["X"], "driver": "13.0"}
@@ -151,18 +151,18 @@ def made(transport="auto", **flags):
 @one_rank
 @pytest.mark.parametrize("transport", ["auto", "mpi", "staged", "nccl"])
 def test_one_rank_needs_no_transport(transport):
-    comm, said = made(transport)
+    comm, text = made(transport)
     assert type(comm) is SerialComm
-    assert said == ""
+    assert text == ""
 
 
 @several_ranks
 def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
     monkeypatch.setenv("ZERO_MPI_GPU_AWARE", "0")
-    comm, said = made(reduction="fast")
+    comm, text = made(reduction="fast")
     assert comm.exact
-    assert said.startswith("staged, through ")
-    assert said.endswith(" exact, because ZERO_MPI_GPU_AWARE=0")
+    assert text.startswith("staged, through ")
+    assert text.endswith(" exact, because ZERO_MPI_GPU_AWARE=0")
     comm.close()
     with pytest.raises(UsageError, match=r"--transport mpi: .*\(ZERO_MPI_GPU_AWARE=0\)"):
         made("mpi")
@@ -174,9 +174,9 @@ def test_auto_is_staged_where_nothing_is_certain(monkeypatch):
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_a_certain_yes_is_mpi(transport, reduction, monkeypatch):
     monkeypatch.setattr(device_choice, "find_answer", lambda world: Answer(True, "it arrived"))
-    comm, said = made(transport, reduction=reduction)
+    comm, text = made(transport, reduction=reduction)
     assert comm.exact == (reduction == "exact")
-    assert said == "mpi, from GPU to GPU, because it arrived"
+    assert text == "mpi, from GPU to GPU, because it arrived"
     comm.close()
 
 
@@ -186,32 +186,32 @@ def test_what_arrives_between_the_ranks_is_looked_at(monkeypatch):
     monkeypatch.setattr(device_choice, "find_answer", lambda world: Answer(True, "it arrived"))
     real = CudaAwareBackend._one
 
-    def altered(self, exchange, *more):
+    def altered(self, exchange, *rest):
         if WORLD.Get_rank() == 0:
             exchange.sends[0][0].fill(7)
-        return real(self, exchange, *more)
+        return real(self, exchange, *rest)
 
     monkeypatch.setattr(CudaAwareBackend, "_one", altered)
-    comm, said = made("auto")
+    comm, text = made("auto")
     comm.close()
-    why = "it arrived, but ranks received wrong bytes"
-    assert said.startswith("staged, ")
-    assert said.endswith(f", because {why}")
-    with pytest.raises(UsageError, match=rf"--transport mpi: .*\({why}\)"):
+    reason = "it arrived, but ranks received wrong bytes"
+    assert text.startswith("staged, ")
+    assert text.endswith(f", because {reason}")
+    with pytest.raises(UsageError, match=rf"--transport mpi: .*\({reason}\)"):
         made("mpi")
 
 
 @several_ranks
 @pytest.mark.carries("nccl")
 def test_nccl_is_a_choice(monkeypatch):
-    comm, said = made("nccl")
+    comm, text = made("nccl")
     assert comm.exact
-    assert said.startswith("nccl ")
-    assert said.endswith("sums in rank order")
+    assert text.startswith("nccl ")
+    assert text.endswith("sums in rank order")
     comm.close()
-    comm, said = made("nccl", reduction="fast")
+    comm, text = made("nccl", reduction="fast")
     assert not comm.exact
-    assert said.endswith("not exact")
+    assert text.endswith("not exact")
     comm.close()
 
 

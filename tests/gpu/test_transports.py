@@ -55,9 +55,9 @@ def communicator(name):
     backend, options = WIRES[name]
     streams = GpuStreams(device.in_use())
     inner = MPIComm(exact=not name.endswith("fast"), threaded=name.endswith("thread"))
-    made = backend(streams, inner) if backend is NcclBackend else backend(streams)
-    vars(made).update(options)
-    return DeviceComm(inner, made, streams, name)
+    instance = backend(streams, inner) if backend is NcclBackend else backend(streams)
+    vars(instance).update(options)
+    return DeviceComm(inner, instance, streams, name)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -107,9 +107,9 @@ def host(array):
 
 
 def same_bits(array, expected):
-    found = host(array)
-    assert found.dtype == expected.dtype
-    assert found.tobytes() == expected.tobytes()
+    actual = host(array)
+    assert actual.dtype == expected.dtype
+    assert actual.tobytes() == expected.tobytes()
 
 
 class TestCollectives(OfDevices):
@@ -117,9 +117,9 @@ class TestCollectives(OfDevices):
 
 
 def test_arrays_of_the_host_go_as_ever(comm):
-    whole = np.arange(10.0)
-    own = np.where(np.arange(10) % comm.size == comm.rank, whole, 0)
-    assert (comm.sum_vector(own) == whole).all()
+    values = np.arange(10.0)
+    vector = np.where(np.arange(10) % comm.size == comm.rank, values, 0)
+    assert (comm.sum_vector(vector) == values).all()
     text = np.frombuffer(b"corpus" if comm.rank == 0 else b"------", np.uint8).copy()
     comm.broadcast(text, label="corpus").wait()
     assert text.tobytes() == b"corpus"
@@ -169,28 +169,28 @@ def test_kernels_and_rooms_are_of_the_stream_that_computes(gpu):
 
 @several_ranks
 def test_a_transfer_begins_after_what_was_computed(exact, gpu):
-    whole = wild(7, 101)
+    values = wild(7, 101)
     parts, partition = [wild(rank, 101) for rank in range(exact.size)], Partition(101, exact.size)
     part = partition.part(exact.rank)
     shard, out = (gpu.zeros(part.stop - part.start) for _ in range(2))
-    full, given, sent = (gpu.zeros(101) for _ in range(3))
+    full, summand, sent = (gpu.zeros(101) for _ in range(3))
     gpu.synchronize()
     if is_pretend():
         hold(gpu.stream, 0.05)
-    shard.set(whole[part], stream=gpu.stream)
-    given.set(parts[exact.rank], stream=gpu.stream)
+    shard.set(values[part], stream=gpu.stream)
+    summand.set(parts[exact.rank], stream=gpu.stream)
     if exact.rank == 0:
-        sent.set(whole, stream=gpu.stream)
+        sent.set(values, stream=gpu.stream)
     started = [
         exact.allgather(shard, full, partition),
-        exact.reduce_scatter(given, out, partition),
+        exact.reduce_scatter(summand, out, partition),
         exact.broadcast(sent, 0),
     ]
     for handle in started:
         handle.wait()
-    same_bits(full, whole)
+    same_bits(full, values)
     same_bits(out, functools.reduce(np.add, parts)[part])
-    same_bits(sent, whole)
+    same_bits(sent, values)
 
 
 @several_ranks
@@ -198,8 +198,8 @@ def test_computing_comes_after_the_last_copy(exact, gpu):
     """`wait` makes the next kernel wait for the copy; the host itself waits only in NCCL's transfers."""
     if not is_pretend():
         pytest.skip(only_pretend)
-    partition, whole = Partition(2 * exact.size, exact.size), wild(7, 2 * exact.size)
-    full, shard = gpu.zeros(whole.size), on_device(whole[partition.part(exact.rank)])
+    partition, values = Partition(2 * exact.size, exact.size), wild(7, 2 * exact.size)
+    full, shard = gpu.zeros(values.size), on_device(values[partition.part(exact.rank)])
     gpu.synchronize()
     gate = hold(exact.streams.stream)
     handle = exact.allgather(shard, full, partition)
@@ -208,7 +208,7 @@ def test_computing_comes_after_the_last_copy(exact, gpu):
         handle.wait()
     threading.Timer(0.02, gate.set).start()
     handle.wait()
-    same_bits(full, whole)
+    same_bits(full, values)
 
 
 @several_ranks
@@ -230,12 +230,12 @@ def test_sums_are_sent_on_when_they_are_done(exact, gpu, monkeypatch):
 def start_many(comm, count):
     handles, checks = [], []
     for number in range(count):
-        partition, whole = Partition(60 + number, comm.size), wild(number, 60 + number)
-        full = device.in_use().zeros(whole.size)
+        partition, values = Partition(60 + number, comm.size), wild(number, 60 + number)
+        full = device.in_use().zeros(values.size)
         handles.append(
-            comm.allgather(on_device(whole[partition.part(comm.rank)]), full, partition, f"{number}")
+            comm.allgather(on_device(values[partition.part(comm.rank)]), full, partition, f"{number}")
         )
-        checks.append(functools.partial(same_bits, full, whole))
+        checks.append(functools.partial(same_bits, full, values))
         handle, _, out = reduced(comm, partition, comm.size, number % 2 == 1, KINDS[number % 3], on_device)
         other, _, expected = reduced(
             on_host(), partition, comm.size, number % 2 == 1, KINDS[number % 3], np.copy
@@ -278,24 +278,24 @@ def test_the_runtime_pushes_transfers_to_the_end(name, gpu):
 @several_ranks
 @pytest.mark.parametrize("name", ["mpi pieces", "staged pieces", "staged thread", "nccl"])
 def test_nothing_is_allocated_after_the_first_transfers(name, gpu, monkeypatch):
-    comm, made = communicator(name), Counter()
-    for kind, what in ((GpuStreams, "empty"), (type(gpu), "pinned")):
-        real = getattr(kind, what)
+    comm, counts = communicator(name), Counter()
+    for kind, method in ((GpuStreams, "empty"), (type(gpu), "pinned")):
+        real = getattr(kind, method)
 
-        def counted(self, *arguments, real=real, what=what):
-            made[what] += 1
+        def counted(self, *arguments, real=real, method=method):
+            counts[method] += 1
             return real(self, *arguments)
 
-        monkeypatch.setattr(kind, what, counted)
+        monkeypatch.setattr(kind, method, counted)
     partition = Partition(101, comm.size)
     full, out = on_device(wild(comm.rank, 101, BF16)), gpu.zeros(partition.counts[comm.rank])
-    shard, whole = gpu.zeros(out.size), gpu.zeros(101)
+    shard, values = gpu.zeros(out.size), gpu.zeros(101)
 
     def transfers():
         handles = [
             comm.reduce_scatter(full, out, partition, accumulate=True),
-            comm.allgather(shard, whole, partition),
-            comm.broadcast(whole, 0),
+            comm.allgather(shard, values, partition),
+            comm.broadcast(values, 0),
         ]
         for handle in handles:
             handle.wait()
@@ -303,11 +303,11 @@ def test_nothing_is_allocated_after_the_first_transfers(name, gpu, monkeypatch):
 
     transfers()
     transfers()
-    before, used = Counter(made), gpu.cupy.get_default_memory_pool().used_bytes()
+    before, nbytes = Counter(counts), gpu.cupy.get_default_memory_pool().used_bytes()
     for _ in range(5):
         transfers()
-    assert made == before
-    assert gpu.cupy.get_default_memory_pool().used_bytes() == used
+    assert counts == before
+    assert gpu.cupy.get_default_memory_pool().used_bytes() == nbytes
 
 
 @several_ranks
@@ -355,14 +355,14 @@ def fault(gpu):
 @several_ranks
 def test_a_gpu_that_fails_ends_the_wait_and_no_thread(exact, gpu, fault):
     """After errors such as `cudaErrorIllegalAddress` no event completes any more."""
-    partition, whole = Partition(40, exact.size), wild(7, 40, np.float32)
-    own = whole[partition.part(exact.rank)]
+    partition, values = Partition(40, exact.size), wild(7, 40, np.float32)
+    piece = values[partition.part(exact.rank)]
     fault.status = 700
     with pytest.raises(gpu.cupy.cuda.runtime.CUDARuntimeError, match="700"):
-        exact.allgather(on_device(own), on_device(whole), partition, "test").wait()
+        exact.allgather(on_device(piece), on_device(values), partition, "test").wait()
     fault.status = 0  # so that the calls of all threads succeed again
     full = on_device(np.full(40, 77, np.float32))
-    handle = exact.allgather(on_device(own), full, partition, "test")
+    handle = exact.allgather(on_device(piece), full, partition, "test")
     poll(handle.test)
     handle.wait()
-    same_bits(full, whole)
+    same_bits(full, values)

@@ -52,8 +52,8 @@ def test_losses_norms_and_weights(exact, name, strategy, prefetch, recompute, bu
 @pytest.mark.parametrize("arch", tiny.OTHERS)
 def test_other_architectures(exact, arch, recompute):
     config, strategy = tiny.OTHERS[arch], NO_SHARD if recompute else FULL_SHARD
-    found = tiny.train(exact, config, strategy, steps=2, recompute=recompute)
-    assert found == alone_of(arch)
+    actual = tiny.train(exact, config, strategy, steps=2, recompute=recompute)
+    assert actual == alone_of(arch)
 
 
 @functools.cache
@@ -87,9 +87,9 @@ def test_adapters_of_a_frozen_model(exact, name, strategy):
 def test_rates_by_name_are_the_same_wherever_slices_end(exact, strategy):
     """The patterns alternate within units, and shards begin and end inside parameters."""
     options = {"bucket_mb": 0.02, "update": {"lr_scale": {"blk.*": 0.5, "*norm*": 3.0, "*ffn_up*": 0.0}}}
-    found = tiny.train(exact, tiny.MODELS["llama"], strategy, **options)
-    assert found == tiny.train(SerialComm(), tiny.MODELS["llama"], **options)
-    assert found[1] != alone("llama", 5)[1]
+    actual = tiny.train(exact, tiny.MODELS["llama"], strategy, **options)
+    assert actual == tiny.train(SerialComm(), tiny.MODELS["llama"], **options)
+    assert actual[1] != alone("llama", 5)[1]
 
 
 def test_row_sharding_has_the_bits_of_row_sharding_alone(exact):
@@ -120,8 +120,8 @@ ROUTED = [
 @pytest.mark.parametrize(("arch", "strategy", "precision", "recompute"), ROUTED)
 def test_mixtures_with_their_losses(exact, arch, strategy, precision, recompute):
     options = {"steps": 2, "precision": precision, "auxiliary": {"balance_loss": 0.1, "z_loss": 0.01}}
-    found = tiny.train(exact, MIXTURES[arch], strategy, recompute=recompute, **options)
-    assert found == tiny.train(SerialComm(), MIXTURES[arch], **options)
+    actual = tiny.train(exact, MIXTURES[arch], strategy, recompute=recompute, **options)
+    assert actual == tiny.train(SerialComm(), MIXTURES[arch], **options)
 
 
 # Experts of 32 x 32: two in each unit and one in the last.
@@ -147,14 +147,14 @@ def alone_in_parts(arch, precision):
 def test_experts_in_several_units(exact, strategy, precision, recompute):
     options = {"precision": precision, "recompute": recompute, "bucket_mb": PART_MB}
     for prefetch, arch in enumerate(IN_PARTS):
-        found = tiny.train(exact, IN_PARTS[arch], strategy, prefetch=prefetch, **options, **BALANCED)
-        assert found == alone_in_parts(arch, precision)
+        actual = tiny.train(exact, IN_PARTS[arch], strategy, prefetch=prefetch, **options, **BALANCED)
+        assert actual == alone_in_parts(arch, precision)
 
 
 def test_experts_lie_in_several_units(exact):
     module = tiny.make(exact, IN_PARTS["qwen3moe"], bucket_mb=PART_MB)
     homes = [unit for unit in module.units if "blk.0.ffn_up_exps.weight" in unit.unit.params]
     assert [unit.unit.params["blk.0.ffn_up_exps.weight"].shape[0] for unit in homes] == [2, 2, 1]
-    whole = tiny.make(exact, IN_PARTS["qwen3moe"])
+    plain = tiny.make(exact, IN_PARTS["qwen3moe"])
     assert "blk.0.ffn_up_exps.weight[2:4]" in module.shard_info()
-    assert tiny.digest(module.state_dict()) == tiny.digest(whole.state_dict())
+    assert tiny.digest(module.state_dict()) == tiny.digest(plain.state_dict())

@@ -29,9 +29,9 @@ def checked(request):
 def test_every_method_is_handed_on():
     """A call of a `Comm` method that the wrapper lacks would not reach the transport."""
     names = [name for name, value in vars(Comm).items() if inspect.isfunction(value) and name[0] != "_"]
-    known = {name for kind in CheckedComm.__mro__ if kind is not Comm for name in vars(kind)}
-    known |= {"sum_vector", "reduce_scatter"}  # `Comm` implements both by allreduce and `_reduce`
-    assert [name for name in names if name not in known] == []
+    methods = {name for kind in CheckedComm.__mro__ if kind is not Comm for name in vars(kind)}
+    methods |= {"sum_vector", "reduce_scatter"}  # `Comm` implements both by allreduce and `_reduce`
+    assert [name for name in names if name not in methods] == []
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
@@ -40,22 +40,22 @@ def test_the_bits_are_the_same(checked, strategy):
 
 
 def start(comm, number):
-    whole, part = np.zeros(40, np.float32), Partition(40, comm.size)
-    own = np.zeros(part.counts[comm.rank], np.float32)
+    full, part = np.zeros(40, np.float32), Partition(40, comm.size)
+    shard = np.zeros(part.counts[comm.rank], np.float32)
     other = Partition(40, comm.size, 3)
     ways = [
-        lambda: comm.allgather(own, whole, part, "a"),
-        lambda: comm.allgather(own, whole, part, "b"),
-        lambda: comm.allgather(None, whole, part, "a"),
-        lambda: comm.allgather(None, whole, other, "a"),
-        lambda: comm.reduce_scatter(whole, own, part, label="a"),
-        lambda: comm.reduce_scatter(whole, own, part, label="a", contributors=1),
-        lambda: comm.reduce_scatter(whole, own, part, label="a", accumulate=True),
-        lambda: comm.allreduce(whole, "a"),
-        lambda: comm.allreduce(whole[:39], "a"),
-        lambda: comm.allreduce(whole.view(np.int32), "a"),
-        lambda: comm.broadcast(whole, 0, "a"),
-        lambda: comm.broadcast(whole, comm.size - 1, "a"),
+        lambda: comm.allgather(shard, full, part, "a"),
+        lambda: comm.allgather(shard, full, part, "b"),
+        lambda: comm.allgather(None, full, part, "a"),
+        lambda: comm.allgather(None, full, other, "a"),
+        lambda: comm.reduce_scatter(full, shard, part, label="a"),
+        lambda: comm.reduce_scatter(full, shard, part, label="a", contributors=1),
+        lambda: comm.reduce_scatter(full, shard, part, label="a", accumulate=True),
+        lambda: comm.allreduce(full, "a"),
+        lambda: comm.allreduce(full[:39], "a"),
+        lambda: comm.allreduce(full.view(np.int32), "a"),
+        lambda: comm.broadcast(full, 0, "a"),
+        lambda: comm.broadcast(full, comm.size - 1, "a"),
         lambda: comm.sum_vector(np.zeros(3)),
         lambda: comm.sum_vector(np.zeros(4)),
         lambda: comm.barrier(),
@@ -78,10 +78,10 @@ WAYS = 23
 @pytest.mark.parametrize("number", range(WAYS))
 def test_any_difference_is_found_before_anything_starts(checked, number):
     """One rank starts another collective: all ranks report the same error, and the transport still works."""
-    own = (number + 1) % WAYS if checked.rank == ODD else number
-    with pytest.raises(JobError, match="the ranks start different collectives") as found:
-        start(checked, own)
-    texts = checked.allgather_object(str(found.value))
+    index = (number + 1) % WAYS if checked.rank == ODD else number
+    with pytest.raises(JobError, match="the ranks start different collectives") as error:
+        start(checked, index)
+    texts = checked.allgather_object(str(error.value))
     assert len(set(texts)) == 1
     others = "rank 0 starts" if RANKS == 2 else f"{RANKS - 1} of {RANKS} ranks start"
     assert f"on rank {ODD}, where {others}" in texts[0]
@@ -89,10 +89,10 @@ def test_any_difference_is_found_before_anything_starts(checked, number):
 
 
 def test_the_background_is_checked_too(checked):
-    behind = checked.background()
-    assert isinstance(behind, CheckedComm)
+    background = checked.background()
+    assert isinstance(background, CheckedComm)
     if RANKS > 1:
         with pytest.raises(JobError, match="gather_object"):
-            behind.barrier() if behind.rank == ODD else behind.gather_object(0)
-    behind.barrier()
-    behind.close()
+            background.barrier() if background.rank == ODD else background.gather_object(0)
+    background.barrier()
+    background.close()

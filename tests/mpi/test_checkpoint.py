@@ -40,9 +40,9 @@ def test_the_files_of_one_process(exact, strategy, ranks_folder):
     optimizer, progress = trained(exact, strategy)
     folder = save_checkpoint(ranks_folder / "all", optimizer, progress, DESCRIPTION)
     Saver(ranks_folder / "own ranges", optimizer, DESCRIPTION, parallel=True).save(progress)
-    own = ranks_folder / f"alone{exact.rank}"
-    alone = save_checkpoint(own, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
-    assert digests(folder) == digests(ranks_folder / "own ranges" / "latest") == digests(alone)
+    path = ranks_folder / f"alone{exact.rank}"
+    single = save_checkpoint(path, *trained(SerialComm(), FULL_SHARD), DESCRIPTION)
+    assert digests(folder) == digests(ranks_folder / "own ranges" / "latest") == digests(single)
     assert (ranks_folder / "all" / "latest").resolve() == folder.resolve()
 
 
@@ -59,8 +59,8 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(exact, strat
         go_on(optimizer, [step])
         expected.append(digests(now))
     saver.wait()
-    found = [digests(ranks_folder / "behind" / f"step-{step:08d}") for step in (2, 3)]
-    assert found == expected
+    actual = [digests(ranks_folder / "behind" / f"step-{step:08d}") for step in (2, 3)]
+    assert actual == expected
     assert [saved.step for saved in saver.finished()] == [2, 3]
     assert not [thread for thread in threading.enumerate() if "saver" in thread.name]
 

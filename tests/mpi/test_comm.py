@@ -106,29 +106,29 @@ def in_order(parts, before=None):
 @over_buffers
 @pytest.mark.parametrize("in_place", [False, True], ids=["slice", "in place"])
 def test_allgather(comm, length, quantum, dtype, in_place):
-    partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
+    partition, values = Partition(length, comm.size, quantum), pattern(length, dtype)
     part, full = partition.part(comm.rank), Buffer(nothing(length, dtype))
-    shard = Buffer(whole[part])
+    shard = Buffer(values[part])
     if in_place:
-        full.array[part] = whole[part]
+        full.array[part] = values[part]
     comm.allgather(None if in_place else shard.array, full.array, partition, "test").wait()
-    full.check(whole)
-    shard.check(whole[part])
+    full.check(values)
+    shard.check(values[part])
 
 
 @over_buffers
 def test_gather_to_each_root(comm, length, quantum, dtype):
-    partition, whole = Partition(length, comm.size, quantum), pattern(length, dtype)
-    own = whole[partition.part(comm.rank)]
+    partition, values = Partition(length, comm.size, quantum), pattern(length, dtype)
+    piece = values[partition.part(comm.rank)]
     for root in range(comm.size):
-        shard = Buffer(own)
+        shard = Buffer(piece)
         full = Buffer(nothing(length, dtype)) if comm.rank == root else None
         for chunk in partition.cut(5):
             part = shard.array[chunk.of_slice(partition, comm.rank)]
             comm.gather(part, None if full is None else full.array[chunk.start : chunk.stop], chunk, root)
-        shard.check(own)
+        shard.check(piece)
         if full is not None:
-            full.check(whole)
+            full.check(values)
 
 
 def room(comm, length):
@@ -144,20 +144,20 @@ def room(comm, length):
 
 
 def start_reduction(comm, partition, contributors, accumulate, place=None):
-    whole, slot = place or room(comm, partition.length) or (None, None)
-    given = wild(comm.rank, partition.length)
+    storage, slot = place or room(comm, partition.length) or (None, None)
+    source = wild(comm.rank, partition.length)
     if comm.rank >= contributors:
-        given = nothing(partition.length) if comm.exact else np.zeros(partition.length, np.float32)
+        source = nothing(partition.length) if comm.exact else np.zeros(partition.length, np.float32)
     part = partition.part(comm.rank)
     before = nothing(part.stop - part.start)
     if accumulate:
         before = wild(1000, partition.length)[part]
-    full, out = Buffer(given, whole), Buffer(before)
+    full, out = Buffer(source, storage), Buffer(before)
     full.slot = slot  # keeps the memory alive, like a module's pool
     handle = comm.reduce_scatter(
         full.array, out.array, partition, contributors=contributors, accumulate=accumulate, label="test"
     )
-    return handle, full, given, out
+    return handle, full, source, out
 
 
 def terms(partition, contributors, accumulate):
@@ -175,9 +175,9 @@ def ordered(partition, contributors, accumulate):
 def test_exact_reduction_adds_in_the_order_of_ranks(exact, length, quantum, accumulate):
     partition = Partition(length, exact.size, quantum)
     for contributors in range(exact.size + 1):
-        handle, full, given, out = start_reduction(exact, partition, contributors, accumulate)
+        handle, full, source, out = start_reduction(exact, partition, contributors, accumulate)
         handle.wait()
-        full.check(given)
+        full.check(source)
         out.check(ordered(partition, contributors, accumulate)[partition.part(exact.rank)])
 
 
@@ -188,9 +188,9 @@ def test_fast_reduction_is_close(name, length, quantum, accumulate):
     comm = communicator(name)
     partition = Partition(length, comm.size, quantum)
     for contributors in range(comm.size + 1):
-        handle, full, given, out = start_reduction(comm, partition, contributors, accumulate)
+        handle, full, source, out = start_reduction(comm, partition, contributors, accumulate)
         handle.wait()
-        full.check(given)
+        full.check(source)
         out.check_edges()
         part = partition.part(comm.rank)
         parts = [term[part] for term in terms(partition, contributors, accumulate)]
@@ -207,10 +207,10 @@ def test_allreduce(comm, length, dtype):
 
 
 def test_sum_vector_is_exact_where_one_rank_fills_each_place(comm):
-    whole = pattern(101, np.float64) * 1e200
+    values = pattern(101, np.float64) * 1e200
     owners = np.arange(101) * 7 % comm.size
-    own = np.where(owners == comm.rank, whole, 0)
-    assert same_bits(comm.sum_vector(own.copy()), whole)
+    vector = np.where(owners == comm.rank, values, 0)
+    assert same_bits(comm.sum_vector(vector.copy()), values)
     assert same_bits(comm.sum_vector(np.empty(0)), np.empty(0))
     ones = comm.sum_vector((owners == comm.rank).astype(np.float32))
     assert same_bits(ones, np.ones(101))
@@ -219,11 +219,11 @@ def test_sum_vector_is_exact_where_one_rank_fills_each_place(comm):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint16])
 @pytest.mark.parametrize("shape", [(101,), (7, 5), (0,)], ids=str)
 def test_broadcast_from_each_root(comm, shape, dtype):
-    whole = pattern(int(np.prod(shape)), dtype)
+    values = pattern(int(np.prod(shape)), dtype)
     for root in range(comm.size):
-        array = Buffer(whole + root if comm.rank == root else nothing(whole.size, dtype))
+        array = Buffer(values + root if comm.rank == root else nothing(values.size, dtype))
         comm.broadcast(array.array.reshape(shape), root, "test").wait()
-        array.check((whole + root).astype(dtype))
+        array.check((values + root).astype(dtype))
 
 
 def test_objects(comm):
@@ -240,10 +240,10 @@ def test_barrier_waits_for_the_last(comm):
     late = comm.size - 1
     if comm.rank == late:
         time.sleep(0.02)
-    came = time.monotonic()
+    arrival = time.monotonic()
     comm.barrier()
     left = time.monotonic()
-    assert min(comm.allgather_object(left)) >= comm.allgather_object(came)[late]
+    assert min(comm.allgather_object(left)) >= comm.allgather_object(arrival)[late]
 
 
 class Many:
@@ -258,10 +258,10 @@ class Many:
             self.allreduce(length)
 
     def gather(self, partition):
-        whole, full = pattern(partition.length, np.float32), Buffer(nothing(partition.length))
-        shard = whole[partition.part(self.comm.rank)].copy()
+        values, full = pattern(partition.length, np.float32), Buffer(nothing(partition.length))
+        shard = values[partition.part(self.comm.rank)].copy()
         self.handles.append(self.comm.allgather(shard, full.array, partition))
-        self.checks.append(lambda: full.check(whole))
+        self.checks.append(lambda: full.check(values))
 
     def reduce(self, partition, accumulate, place):
         comm = self.comm
@@ -275,10 +275,10 @@ class Many:
             self.checks.append(lambda: self.is_sum(out, parts))
 
     def broadcast(self, length, root):
-        whole = pattern(length, np.float32)
-        array = Buffer(whole if self.comm.rank == root else nothing(length))
+        values = pattern(length, np.float32)
+        array = Buffer(values if self.comm.rank == root else nothing(length))
         self.handles.append(self.comm.broadcast(array.array, root))
-        self.checks.append(lambda: array.check(whole))
+        self.checks.append(lambda: array.check(values))
 
     def allreduce(self, length):
         array = Buffer(wild(self.comm.rank, length))
@@ -346,7 +346,7 @@ def test_later_reductions_use_the_first_ones_scratch(name):
         handle, _, _, out = start_reduction(comm, partition, comm.size, number % 2 == 1)
         handle.wait()
         out.check(ordered(partition, comm.size, number % 2 == 1)[partition.part(comm.rank)])
-        sizes.append({key: sorted(map(id, kept)) for key, kept in comm._scratch.items() if kept})
+        sizes.append({key: sorted(map(id, buffers)) for key, buffers in comm._scratch.items() if buffers})
     assert sizes[0][comm.size, np.dtype(np.float32)]
     assert all(size == sizes[0] for size in sizes)
 

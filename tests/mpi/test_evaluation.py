@@ -23,13 +23,13 @@ def losses(comm, config, **options):
 
 
 def direct(config):
-    module, found = tiny.make(SerialComm(), config), []
+    module, terms = tiny.make(SerialComm(), config), []
     for number in range(MICRO_BATCHES):
         x, targets = tiny.micro_batch(0, number, config, ROWS)
         logits = module.forward(x, training=False).astype(np.float64)
         surprise = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
-        found += [surprise[part].sum() for part in PARTS]
-    return np.array(found)
+        terms += [surprise[part].sum() for part in PARTS]
+    return np.array(terms)
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)

@@ -28,12 +28,12 @@ def by_hand(state, number, frozen=()):
     x, targets = tiny.micro_batch(0, number, CONFIG)
     stages, saved = CONFIG.stages(), []
     for stage in stages:
-        x, kept = stage.layer.forward(state, x)
-        saved.append(kept)
+        x, entry = stage.layer.forward(state, x)
+        saved.append(entry)
     loss, dy = cross_entropy(x, targets, 1e-2)
     gradients = {name: np.zeros_like(value) for name, value in state.items() if name not in frozen}
-    for stage, kept in zip(stages[::-1], saved[::-1], strict=True):
-        dy = stage.layer.backward(state, kept, dy, gradients)
+    for stage, entry in zip(stages[::-1], saved[::-1], strict=True):
+        dy = stage.layer.backward(state, entry, dy, gradients)
     return loss, gradients
 
 
@@ -63,8 +63,8 @@ def test_added_gradients_have_the_bits_of_a_backward(exact, strategy, options):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_on_the_local_shard_is_the_step_of_the_module(exact, strategy):
-    module, own = (tiny.make(exact, CONFIG, strategy) for _ in range(2))
-    optimizer, other = ShardedAdamW(module, lr=1e-2), ShardedAdamW(own, lr=1e-2)
+    module, twin = (tiny.make(exact, CONFIG, strategy) for _ in range(2))
+    optimizer, other = ShardedAdamW(module, lr=1e-2), ShardedAdamW(twin, lr=1e-2)
     accum = GradAccum(module, COUNT)
     for step, lr in enumerate([None, 0.003]):
         tiny.run_step(module, accum, CONFIG, step, COUNT)
@@ -75,13 +75,13 @@ def test_a_step_on_the_local_shard_is_the_step_of_the_module(exact, strategy):
             for segment in unit.unit.segments(unit.part)
         }
         optimizer.step(lr)
-        own.drop_gathered()
-        other.step_on_params(dict(own.named_parameters()), grads, lr)
-        own.broadcast_updated_params()
+        twin.drop_gathered()
+        other.step_on_params(dict(twin.named_parameters()), grads, lr)
+        twin.broadcast_updated_params()
     assert other.steps == 0, "step_on_params must not count as steps of the module"
-    assert tiny.digest(own.state_dict()) == tiny.digest(module.state_dict())
+    assert tiny.digest(twin.state_dict()) == tiny.digest(module.state_dict())
     x, _ = tiny.micro_batch(0, 0, CONFIG)
-    assert own.forward(x, training=False).tobytes() == module.forward(x, training=False).tobytes()
+    assert twin.forward(x, training=False).tobytes() == module.forward(x, training=False).tobytes()
 
 
 class Lion:
@@ -133,14 +133,14 @@ def test_a_partial_state_fills_what_it_names(exact, strategy):
     module = tiny.make(exact, CONFIG, strategy)
     before = module.state_dict()
     names = list(before)
-    given = {names[0]: before[names[0]] + 1, "other": np.zeros(3)}
-    missing, unexpected = module.load_state_dict(given, strict=False)
+    state = {names[0]: before[names[0]] + 1, "other": np.zeros(3)}
+    missing, unexpected = module.load_state_dict(state, strict=False)
     assert (missing, unexpected) == (names[1:], ["other"])
-    expected = before | {names[0]: given[names[0]]}
+    expected = before | {names[0]: state[names[0]]}
     assert tiny.digest(module.state_dict()) == tiny.digest(expected)
     assert module.load_state_dict(before) == ([], [])
     assert tiny.digest(module.state_dict()) == tiny.digest(before)
-    refused(exact, lambda: module.load_state_dict(given), "surplus other", ValueError)
+    refused(exact, lambda: module.load_state_dict(state), "surplus other", ValueError)
     wrong = {names[0]: np.zeros(2)}
     refused(
         exact, lambda: module.load_state_dict(wrong, strict=False), r"expected shape .*got \(2,\)", ValueError

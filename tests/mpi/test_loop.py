@@ -25,11 +25,11 @@ class Run:
         self.optimizer, self.accum = ShardedAdamW(self.module, lr=1e-2), GradAccum(self.module, COUNT)
 
     def rounds(self, step):
-        given = []
+        numbers = []
         for micro_batch in self.accum:
-            given.append(micro_batch)
+            numbers.append(micro_batch)
             self.accum.accumulate(*read(step, micro_batch))
-        return given
+        return numbers
 
     def end(self):
         loss, norm = self.accum.total_loss(), self.optimizer.step(max_norm=1.0).grad_norm
@@ -50,10 +50,10 @@ class Broken(Exception):
 def test_the_loop_gives_each_micro_batch_to_one_rank(exact):
     run, size = Run(exact), exact.size
     for step in range(2):
-        given = run.rounds(step)
-        assert given == [run.accum.rounds.micro_batch(i) for i in range(-(-COUNT // size))]
-        together = [number for of_rank in exact.allgather_object(given) for number in of_rank]
-        assert sorted(number for number in together if number is not None) == list(range(COUNT))
+        numbers = run.rounds(step)
+        assert numbers == [run.accum.rounds.micro_batch(i) for i in range(-(-COUNT // size))]
+        union = [number for of_rank in exact.allgather_object(numbers) for number in of_rank]
+        assert sorted(number for number in union if number is not None) == list(range(COUNT))
         assert run.accum.complete
         run.end()
 
@@ -119,6 +119,6 @@ def test_ranks_without_anything_to_compute_are_told_once(exact, caplog):
         assert caplog.messages == []
         GradAccum(module, 1)
     idle = exact.size - 1
-    said = [f"{idle} of {exact.size} ranks have nothing to compute: a step has 1 micro-batch(es); start"]
-    said = said if idle and exact.rank == 0 else []
-    assert [message[: len(said[0])] for message in caplog.messages] == said
+    expected = [f"{idle} of {exact.size} ranks have nothing to compute: a step has 1 micro-batch(es); start"]
+    expected = expected if idle and exact.rank == 0 else []
+    assert [message[: len(expected[0])] for message in caplog.messages] == expected

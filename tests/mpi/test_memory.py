@@ -22,13 +22,13 @@ def test_parameters_gradients_and_moments_are_one_nth(exact):
     tiny.run_step(module, GradAccum(module, count), DEEP, 0, count)
     optimizer.step()
     total = sum(unit.unit.length for unit in module.units)
-    most = total / exact.size + QUANTUM * len(module.units)  # slices of a unit differ by at most one quantum
-    held = sum(unit.parameters.master_shard.size for unit in module.units)
-    assert held <= most
-    assert sum(exact.allgather_object(held)) == total
-    assert sum(unit.gradient.sum.size for unit in module.units) == held
-    assert optimizer.memory_bytes() == 2 * 4 * held
-    assert module.shard_memory_bytes == 4 * held
+    limit = total / exact.size + QUANTUM * len(module.units)  # slices of a unit differ by at most one quantum
+    size = sum(unit.parameters.master_shard.size for unit in module.units)
+    assert size <= limit
+    assert sum(exact.allgather_object(size)) == total
+    assert sum(unit.gradient.sum.size for unit in module.units) == size
+    assert optimizer.memory_bytes() == 2 * 4 * size
+    assert module.shard_memory_bytes == 4 * size
     assert module.replicated_memory_bytes == 4 * total
 
 

@@ -186,14 +186,14 @@ def test_no_micro_batch_goes_through_parameters_without_values(comm, way, strate
 
 
 def test_a_step_that_was_forgotten_begins_anew(comm):
-    plain, anew = Kit(comm), Kit(comm)
-    anew.round()
-    anew.module.zero_gradients()
-    for kit in (plain, anew):
+    plain, fresh = Kit(comm), Kit(comm)
+    fresh.round()
+    fresh.module.zero_gradients()
+    for kit in (plain, fresh):
         kit.rounds()
-    assert anew.accum.total_loss() == plain.accum.total_loss()
-    assert anew.optimizer.step() == plain.optimizer.step()
-    assert tiny.digest(anew.module.state_dict()) == tiny.digest(plain.module.state_dict())
+    assert fresh.accum.total_loss() == plain.accum.total_loss()
+    assert fresh.optimizer.step() == plain.optimizer.step()
+    assert tiny.digest(fresh.module.state_dict()) == tiny.digest(plain.module.state_dict())
 
 
 mine = partial(lambda usual, odd: odd if RANK == ODD else usual)

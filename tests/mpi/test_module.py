@@ -32,16 +32,16 @@ def test_state_dict_goes_out_and_in(exact, strategy):
 
 @strategies
 def test_named_parameters_and_shard_info_tell_who_owns_what(exact, strategy):
-    module, whole = tiny.make(exact, CONFIG, strategy), whole_state()
+    module, full = tiny.make(exact, CONFIG, strategy), whole_state()
     infos = module.shard_info()
     assert list(infos) == list(module.params)
     owned = dict(module.named_parameters())
     for name, info in infos.items():
-        assert info.full_shape == whole[name].shape
-        part = whole[name].reshape(-1)[info.offset : info.offset + info.size]
+        assert info.full_shape == full[name].shape
+        part = full[name].reshape(-1)[info.offset : info.offset + info.size]
         assert np.array_equal(owned.get(name, np.empty(0)), part)
     sizes = exact.allgather_object({name: info.size for name, info in infos.items()})
-    for name, array in whole.items():
+    for name, array in full.items():
         assert sum(rank[name] for rank in sizes) == array.size
 
 
@@ -88,7 +88,7 @@ def whole_gradients(comm):
 
 @strategies
 def test_sync_gradients_leaves_the_sum_in_the_slices(exact, strategy):
-    module, whole = tiny.make(exact, CONFIG, strategy), whole_gradients(exact)
+    module, full = tiny.make(exact, CONFIG, strategy), whole_gradients(exact)
     one_round(module, exact)
     handle = module.overlapped_sync_gradients()
     handle.wait()
@@ -97,12 +97,12 @@ def test_sync_gradients_leaves_the_sum_in_the_slices(exact, strategy):
     for unit in module.units:
         for segment in unit.unit.segments(unit.part):
             size = segment.where.stop - segment.where.start
-            expected = whole[segment.name].reshape(-1)[segment.offset : segment.offset + size]
+            expected = full[segment.name].reshape(-1)[segment.offset : segment.offset + size]
             assert np.array_equal(unit.gradient.sum[segment.where], expected), segment.name
     if strategy is NO_SHARD:
         for unit in module.units:
             views = unit.unit.views(unit.gradient.whole)
-            assert all(np.array_equal(views[name], whole[name]) for name in views)
+            assert all(np.array_equal(views[name], full[name]) for name in views)
 
 
 @strategies
@@ -156,20 +156,20 @@ def test_a_sharded_linear_layer_holds_rows_and_drops_them_at_once(exact):
     sizes = exact.allgather_object(info.size)
     assert max(sizes) - min(sizes) <= 1
     assert sum(sizes) == 7
-    whole = layer.state_dict()
+    state = layer.state_dict()
     rng = np.random.default_rng(exact.rank)
     x, dy = rng.standard_normal((4, 5), np.float32), rng.standard_normal((4, 7), np.float32)
     y = layer.forward(x)
     assert not layer.parameter_pool._lent
-    np.testing.assert_allclose(y, x @ whole["linear.weight"].T + whole["linear.bias"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(y, x @ state["linear.weight"].T + state["linear.bias"], rtol=1e-5, atol=1e-6)
     dx = layer.backward(dy)
     assert not layer.parameter_pool._lent
-    np.testing.assert_allclose(dx, dy @ whole["linear.weight"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dx, dy @ state["linear.weight"], rtol=1e-5, atol=1e-6)
     layer.sync_gradients()
     total = np.sum(exact.allgather_object(dy.T @ x), axis=0).reshape(-1)
-    own = total[5 * info.offset : 5 * (info.offset + info.size)]
+    expected = total[5 * info.offset : 5 * (info.offset + info.size)]
     gradient = dict(layer.gradients())["linear.weight"]
-    np.testing.assert_allclose(gradient, own, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_clipping_what_the_library_has_summed_scales_all_of_it(fast):

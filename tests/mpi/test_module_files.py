@@ -110,9 +110,9 @@ def test_float64_goes_on_from_its_own_masters_and_states(exact, strategy, ranks_
 def test_what_save_wrote_is_replaced(exact, ranks_folder):
     folder = saved(exact, ranks_folder / "all", steps=1)
     first = exact.broadcast_object(digests(folder))
-    again = saved(exact, str(ranks_folder / "all"), steps=2)
-    assert again == folder
-    assert digests(again) != first
+    second = saved(exact, str(ranks_folder / "all"), steps=2)
+    assert second == folder
+    assert digests(second) != first
     assert os.listdir(ranks_folder) == ["all"]
 
 
@@ -120,9 +120,9 @@ def test_frozen_parameters_have_no_moments_and_come_back(exact, ranks_folder):
     folder = saved(exact, ranks_folder / "all", frozen=["body.*"])
     module, optimizer = make(exact, frozen=["body.*"], seed=3)
     zero_mpi.load(folder, module, optimizer)
-    kept, _ = make(SerialComm())
+    serial, _ = make(SerialComm())
     assert tiny.digest({"w": module.all_gather_param("body.weight")}) == tiny.digest(
-        {"w": kept.all_gather_param("body.weight")}
+        {"w": serial.all_gather_param("body.weight")}
     )
     with pytest.raises(UsageError, match=r"missing optimizer\.adam\.first_moments\.body\.weight"):
         zero_mpi.load(folder, *make(exact))
@@ -161,8 +161,8 @@ def test_save_refuses_what_it_would_destroy_or_cannot_write(exact, ranks_folder)
     other = partial(zero_mpi.save, ranks_folder / "all", module, make(exact)[1])
     refused(exact, other, "expected the optimizer of this module", ValueError)
     for call in (zero_mpi.save, zero_mpi.load):  # both refuse a user's optimizer and a missing optimizer
-        for own in (exact, None):
-            wrong = partial(call, ranks_folder / "all", module, own)
+        for comm in (exact, None):
+            wrong = partial(call, ranks_folder / "all", module, comm)
             refused(exact, wrong, "ShardedAdamW.*state_dict", ValueError)
     exact.barrier()
     assert sorted(os.listdir(ranks_folder)) == ["file", "mine"]

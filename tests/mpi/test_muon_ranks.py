@@ -95,12 +95,12 @@ def test_a_run_that_was_saved_goes_on(alone, strategy, tmp_path_factory):
     trained(module, optimizer, range(2))
     save(folder, module, optimizer)
     if WORLD.rank == 0:  # rank 0 alone resumes the checkpoint that all ranks wrote
-        again = made(SerialComm())
-        assert load(folder, *again) == 2
-        assert trained(*again, range(2, STEPS))[1] == alone["fp32"][1]
-    again = made(comm, SHARD_GRAD_OP)
-    assert load(folder, *again) == 2
-    assert trained(*again, range(2, STEPS))[1] == alone["fp32"][1]
+        second = made(SerialComm())
+        assert load(folder, *second) == 2
+        assert trained(*second, range(2, STEPS))[1] == alone["fp32"][1]
+    second = made(comm, SHARD_GRAD_OP)
+    assert load(folder, *second) == 2
+    assert trained(*second, range(2, STEPS))[1] == alone["fp32"][1]
     comm.barrier()
     if WORLD.rank == 0:
         shutil.rmtree(folder.parent)

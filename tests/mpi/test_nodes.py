@@ -58,8 +58,8 @@ def in_order(length, contributors, rounds):
     total = np.zeros(length, np.float32)
     for round_ in range(rounds):
         for rank in range(contributors):
-            given = values(rank, length, round_)
-            total = given if rank == round_ == 0 else total + given
+            term = values(rank, length, round_)
+            total = term if rank == round_ == 0 else total + term
     return total
 
 
@@ -113,17 +113,17 @@ def test_what_is_gathered_lies_once_a_node_and_is_not_overwritten_while_it_is_re
             for number in range(12):
                 length = (2900, 5000)[number % 2]
                 partition = Partition(length, comm.size, 16)
-                whole = values(number, length)
+                full = values(number, length)
                 buffer = pool.take(length)
-                comm.allgather(whole[partition.part(comm.rank)], buffer[:length], partition).wait()
+                comm.allgather(full[partition.part(comm.rank)], buffer[:length], partition).wait()
                 time.sleep(dawdle.random() * 3e-3)
-                assert buffer[:length].tobytes() == whole.tobytes()
+                assert buffer[:length].tobytes() == full.tobytes()
                 pool.give(buffer)
             spare = [pool.take(5000) for _ in range(3)]  # the pool shares fewer, so some are private
-            handles = [comm.allgather(whole[partition.part(comm.rank)], room, partition) for room in spare]
+            handles = [comm.allgather(full[partition.part(comm.rank)], room, partition) for room in spare]
             for room, handle in zip(spare, handles, strict=True):
                 handle.wait()
-                assert room.tobytes() == whole.tobytes()
+                assert room.tobytes() == full.tobytes()
                 pool.give(room)
             del pool, spare, buffer, room
 

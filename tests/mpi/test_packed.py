@@ -23,26 +23,26 @@ def windows(counts):
     documents = []
     for number in range(60):
         ids = rng.integers(61, size=rng.integers(2, 70))
-        counted = rng.random(ids.size) < rng.random() if counts else None
-        if counted is not None:
-            counted[0], counted[1] = False, True
-        documents.append(Document(str(number), ids, b"", counted))
+        mask = rng.random(ids.size) < rng.random() if counts else None
+        if mask is not None:
+            mask[0], mask[1] = False, True
+        documents.append(Document(str(number), ids, b"", mask))
     return PackedWindows(stream_of(documents), CONTEXT)
 
 
 def train(comm, name, strategy=FULL_SHARD, counts=True, **options):
-    found = windows(counts)
+    corpus = windows(counts)
     module = tiny.make(comm, MODELS[name], strategy, **options)
-    optimizer, loader = ShardedAdamW(module, lr=1e-2), StepLoader(found, batch_size=9, micro_batch=2, seed=3)
+    optimizer, loader = ShardedAdamW(module, lr=1e-2), StepLoader(corpus, batch_size=9, micro_batch=2, seed=3)
     accumulator, records = GradAccum(module, loader.micro_batches), []
     for step in range(STEPS):
-        for own in accumulator:
-            given = (None,) if own is None else with_loss(loader.micro(step, own), 1 / loader.counted(step))
-            accumulator.accumulate(*given)
+        for n in accumulator:
+            args = (None,) if n is None else with_loss(loader.micro(step, n), 1 / loader.counted(step))
+            accumulator.accumulate(*args)
         records.append((accumulator.total_loss(), optimizer.step(max_norm=1.0).grad_norm))
-    held = EvalLoader(found, 2, 7)
-    count, scale = held.micro_batches, 1 / held.counted
-    loss = ordered_total(part_losses(module, count, count, lambda i: (*with_loss(held.micro(i), scale), i)))
+    val = EvalLoader(corpus, 2, 7)
+    count, scale = val.micro_batches, 1 / val.counted
+    loss = ordered_total(part_losses(module, count, count, lambda i: (*with_loss(val.micro(i), scale), i)))
     return records, loss, tiny.digest(module.state_dict())
 
 

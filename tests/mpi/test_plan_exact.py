@@ -45,8 +45,8 @@ LOW = [
 
 
 class Recorder(RecordingComm):
-    def memory(self, *wanted):
-        return self.inner.memory(*wanted)
+    def memory(self, *arguments):
+        return self.inner.memory(*arguments)
 
 
 def micro_batches(kind, ranks):
@@ -55,9 +55,9 @@ def micro_batches(kind, ranks):
 
 def case_of(comm, config, strategy, count, **options):
     options.setdefault("bucket_mb", 25.0)
-    own = {"ranks": comm.size, "strategy_name": strategy, "transport_wanted": comm.kind}
-    own |= {"exact_wanted": comm.exact, "batch_size": count, "micro_batch": 1}
-    return Case(config, context=config.context_length, **own, **options)
+    settings = {"ranks": comm.size, "strategy_name": strategy, "transport_wanted": comm.kind}
+    settings |= {"exact_wanted": comm.exact, "batch_size": count, "micro_batch": 1}
+    return Case(config, context=config.context_length, **settings, **options)
 
 
 def after_step(comm, case):
@@ -80,10 +80,10 @@ def after_step(comm, case):
 def check_traffic(comm, case):
     recording = Recorder(comm)
     before = comm.meter.sent_bytes
-    kept = after_step(recording, case)
+    pair = after_step(recording, case)
     planned = plan_traffic(case, flags=0).sent.tolist()
     assert comm.allgather_object(comm.meter.sent_bytes - before) == planned
-    del kept
+    del pair
     if comm.exact and case.nodes == 1 and comm.kind == kinds.MPI:
         assert comm.allgather_object(sum(event.sent for event in recording.log)) == planned
 
@@ -184,8 +184,8 @@ def test_memory_over_nodes(apart, strategy):
 def held_bytes(module, optimizer):
     """Return the bytes that this rank's module and optimizer hold, by the plan's names."""
     strategy, units = module.strategy, module.units
-    kept = [getattr(unit.parameters, "stored", unit.parameters) for unit in units]
-    owned = [one.full if isinstance(one, ReplicatedParameters) else one.shard for one in kept]
+    stores = [getattr(unit.parameters, "stored", unit.parameters) for unit in units]
+    owned = [one.full if isinstance(one, ReplicatedParameters) else one.shard for one in stores]
     gradients = sum(unit.gradient.sum.nbytes for unit in units)
     for unit in units:
         full = unit.gradient.whole
@@ -193,10 +193,10 @@ def held_bytes(module, optimizer):
             gradients += full.nbytes - (
                 unit.gradient.sum.nbytes if unit.gradient.sum.base is full.base else 0
             )
-    masters = [one.master for one in kept if one.low is not None]
+    masters = [one.master for one in stores if one.low is not None]
     copies = Snapshot()
-    adapters = kept != [unit.parameters for unit in units]  # with a stored base, only adapters are written
-    taken = [
+    adapters = stores != [unit.parameters for unit in units]  # with a stored base, only adapters are written
+    parts = [
         *copies.take("model", parameters_of(optimizer, adapters)),
         *copies.take("state", states_of(optimizer)),
     ]
@@ -208,21 +208,21 @@ def held_bytes(module, optimizer):
         "unpacked": module.unpacked_pool.nbytes,
         "gradient_buffers": module.gradient_pool.nbytes,
         "masters": sum(one.nbytes for one in masters),
-        "snapshot": sum(copy.values.nbytes for copy in taken),
+        "snapshot": sum(copy.values.nbytes for copy in parts),
     }
 
 
 def check_memory(comm, case):
     """Check that each figure's largest value over ranks equals the plan; shared memory may add padding."""
-    held = held_bytes(*after_step(comm, case))
+    actual = held_bytes(*after_step(comm, case))
     if case.shares_gathers:
-        held["gathered"] //= case.per_node  # all ranks of a node have the same buffers
-    found = {name: max(comm.allgather_object(value)) for name, value in held.items()}
+        actual["gathered"] //= case.per_node  # all ranks of a node have the same buffers
+    largest = {name: max(comm.allgather_object(value)) for name, value in actual.items()}
     plan = plan_memory(case)
-    planned = {name: getattr(plan, name) for name in found}
-    assert planned == pytest.approx(found, rel=0.01)
+    planned = {name: getattr(plan, name) for name in largest}
+    assert planned == pytest.approx(largest, rel=0.01)
     if case.transport in (kinds.SERIAL, kinds.MPI):
-        assert planned == found
+        assert planned == largest
 
 
 @pytest.mark.parametrize(("name", "rounds"), [("llama", 1), ("gpt2", 3)])
@@ -290,9 +290,9 @@ def test_what_each_of_several_nodes_shares(monkeypatch, strategy):
     monkeypatch.setenv(PRETEND, str(PER_NODE))
     comm = NodesComm()
     case = case_of(comm, MIDDLE["gpt2"], strategy, comm.size, nodes=comm.size // PER_NODE)
-    kept = after_step(comm, case)
+    pair = after_step(comm, case)
     assert comm.shared_bytes == plan_memory(case).node_shared
-    del kept
+    del pair
     comm.close()
 
 
@@ -303,7 +303,7 @@ def test_arriving_slices_have_at_most_the_planned_room():
     after_step(comm, case)
     longest = max(partition.counts[0] for partition in case.partitions)
     place = -(-min(longest, EXACT_CHUNK) * 4 // PAGE) * PAGE
-    rooms = {count: len(found) for (count, _), found in comm._scratch.items() if found}
+    rooms = {count: len(arrays) for (count, _), arrays in comm._scratch.items() if arrays}
     touched = sum(number * (count - 1) * place for count, number in rooms.items())
     planned = plan_memory(case).transport
     assert planned >= touched >= planned / 2 - 1

@@ -187,12 +187,12 @@ def test_a_node_holds_parameters_once(shared):
         unit.wait_gather()
         assert np.isfinite(unit.parameters.full.sum())
     shared.barrier()
-    grown = sum(shared.allgather_object(shared_pss())) - before
+    growth = sum(shared.allgather_object(shared_pss())) - before
     shared.barrier()
     parameters = sum(unit.unit.length for unit in module.units) * 4
     slots = module.gradient_pool.nbytes * shared.size
     assert parameters > 20e6
-    assert 0.98 * (parameters + slots) < grown < 1.02 * (parameters + slots) + 4096 * 8 * shared.size
+    assert 0.98 * (parameters + slots) < growth < 1.02 * (parameters + slots) + 4096 * 8 * shared.size
 
 
 def test_memory_comes_back_when_modules_are_gone_on_all_ranks(shared):
@@ -201,16 +201,16 @@ def test_memory_comes_back_when_modules_are_gone_on_all_ranks(shared):
     gc.collect()
     modules = [tiny.make(shared, CONFIG) for _ in range(3)]
     shared.memory([], [])
-    some = shared.shared_bytes
-    kept = modules[0].units[0].parameters.master_shard if shared.rank == shared.size - 1 else None
-    before = None if kept is None else kept.copy()
+    total = shared.shared_bytes
+    shard = modules[0].units[0].parameters.master_shard if shared.rank == shared.size - 1 else None
+    before = None if shard is None else shard.copy()
     del modules
     gc.collect()
     shared.memory([], [])
     less = shared.shared_bytes
-    assert less < some / 2, "the last rank keeps one window of three"
-    assert kept is None or np.array_equal(kept, before)
-    del kept
+    assert less < total / 2, "the last rank keeps one window of three"
+    assert shard is None or np.array_equal(shard, before)
+    del shard
     shared.memory([], [])
     assert shared.shared_bytes < less
 
@@ -221,10 +221,10 @@ def test_what_is_set_aside_for_a_run_is_what_its_module_takes(strategy):
         strategy=strategy.name, bucket_mb=0.02, freeze=["blk.0.*"], prefetch=2, transport="shared"
     )
     world, notes = World(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), MPI), []
-    chosen = choose_transport(world, config, CONFIG, notes)
-    comm = chosen.comm
+    choice = choose_transport(world, config, CONFIG, notes)
+    comm = choice.comm
     assert notes == []
-    assert chosen.text == (f"shared, {comm.shared_bytes / 2**20:.1f} MiB of the node's shared memory")
+    assert choice.text == (f"shared, {comm.shared_bytes / 2**20:.1f} MiB of the node's shared memory")
     before = comm.shared_bytes
     module = ShardedModule(CONFIG.stages(), comm, **vars(layout_config(config, CONFIG)))
     assert comm.shared_bytes == before
@@ -289,10 +289,10 @@ def test_ranks_of_two_nodes_share_nothing(monkeypatch):
         NodesComm(TwoNodes())
     monkeypatch.setenv(PRETEND, "1")
     world, notes = World(MPI.COMM_WORLD.Get_rank(), SIZE, MPI), []
-    chosen = choose_transport(world, Config(transport="auto"), CONFIG, notes)
-    assert (chosen.text, notes) == ("mpi, because each node has one rank", [])
-    assert chosen.comm.kind == kinds.MPI
-    chosen.comm.close()
+    choice = choose_transport(world, Config(transport="auto"), CONFIG, notes)
+    assert (choice.text, notes) == ("mpi, because each node has one rank", [])
+    assert choice.comm.kind == kinds.MPI
+    choice.comm.close()
     with pytest.raises(UsageError, match=r"--transport shared: each node has one rank; use .* auto or mpi"):
         choose_transport(world, Config(transport="shared"), CONFIG, notes)
 
@@ -300,15 +300,15 @@ def test_ranks_of_two_nodes_share_nothing(monkeypatch):
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 def test_which_transport_auto_takes(transport):
     world, notes = World(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size(), MPI), []
-    chosen = choose_transport(world, Config(transport=transport, reduction="fast"), CONFIG, notes)
-    comm = chosen.comm
+    choice = choose_transport(world, Config(transport=transport, reduction="fast"), CONFIG, notes)
+    comm = choice.comm
     takes_shared = transport == "auto" and comm.size > 1
     assert isinstance(comm, SharedComm) == takes_shared
     assert isinstance(comm, SerialComm) == (transport == "auto" and comm.size == 1)
     assert comm.exact == (transport == "auto"), "fast sums are exact over shared memory and on one rank"
     assert notes == []
-    assert chosen.text.partition(",")[0] == ("" if comm.size == 1 else comm.kind.name)
-    assert chosen.text.endswith(" exact") == takes_shared
-    alone = kinds.SERIAL if transport == "auto" else kinds.MPI
-    assert comm.kind == (kinds.SHARED if takes_shared else alone)
+    assert choice.text.partition(",")[0] == ("" if comm.size == 1 else comm.kind.name)
+    assert choice.text.endswith(" exact") == takes_shared
+    fallback = kinds.SERIAL if transport == "auto" else kinds.MPI
+    assert comm.kind == (kinds.SHARED if takes_shared else fallback)
     comm.close()

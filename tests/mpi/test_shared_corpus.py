@@ -23,8 +23,8 @@ def shared(mpi, path):
     corpus, notes = None, list[str]()
     if mpi.rank == 0:
         corpus = load_corpus([path], val_fraction=0.1, context=8, seed=0, tokenizer=None, vocab_size=250)
-    found = share_corpus(mpi, corpus, notes)
-    return found.train.ids, found.val.ids, notes
+    copy = share_corpus(mpi, corpus, notes)
+    return copy.train.ids, copy.val.ids, notes
 
 
 def values(ids):

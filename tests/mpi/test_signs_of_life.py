@@ -14,9 +14,9 @@ def test_each_beat_is_progress_of_all_ranks(mpi, monkeypatch):
     times, broadcast = [], StopAwareComm.broadcast_object
 
     def noted(self, value, root=0):
-        found = broadcast(self, value, root)
+        result = broadcast(self, value, root)
         times.append(self.meter.changed)
-        return found
+        return result
 
     monkeypatch.setattr(StopAwareComm, "broadcast_object", noted)
     monkeypatch.setattr(world_module, "BEAT", 0.0)

@@ -57,8 +57,8 @@ def test_bfloat16_rounds_what_is_unpacked(exact, base, floats):
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP], ids=lambda one: one.name)
 def test_experts_in_several_units(exact, floats, base, strategy, precision):
     """Each unit has two quantized experts and the last has one; the layer's unit has the adapters."""
-    found = tiny_blocks.train(exact, *base, strategy, precision=precision, bucket_mb=0.35)
-    assert found == floats[precision.name]
+    actual = tiny_blocks.train(exact, *base, strategy, precision=precision, bucket_mb=0.35)
+    assert actual == floats[precision.name]
 
 
 @pytest.mark.parametrize("kind", ON_SEVERAL)

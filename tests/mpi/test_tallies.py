@@ -31,10 +31,10 @@ def test_losses_norms_parameters_and_buffers(exact, strategy, recompute, precisi
 
 
 def test_row_sharding(mpi):
-    found, expected = (
+    actual, expected = (
         pressed.train(pressed.make(comm, by_rows=True)[1], range(4)) for comm in (mpi, SerialComm())
     )
-    assert found == expected
+    assert actual == expected
 
 
 def test_a_run_saved_by_all_ranks_goes_on_under_another_strategy(exact, tmp_path_factory):

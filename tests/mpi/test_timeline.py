@@ -36,11 +36,11 @@ class Run:
 
 
 def load(comm, path):
-    found = None
+    content = None
     if comm.rank == 0:
         data = path.read_bytes()
-        found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-    return comm.broadcast_object(found)
+        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return comm.broadcast_object(content)
 
 
 def traced(comm, path, strategy=FULL_SHARD):
@@ -55,8 +55,8 @@ def traced(comm, path, strategy=FULL_SHARD):
         for number in range(STEPS):
             timeline.step(number + 1)
             records.append(run.step(number))
-        counted = comm.meter.wait_seconds - before, comm.meter.sent_bytes - sent
-    return load(comm, path)["traceEvents"], counted, records
+        costs = comm.meter.wait_seconds - before, comm.meter.sent_bytes - sent
+    return load(comm, path)["traceEvents"], costs, records
 
 
 def moved_by(events, rank):
@@ -64,28 +64,28 @@ def moved_by(events, rank):
     return [event for event in lasting(events) if event["pid"] == rank + 1 and event["cat"] in moved]
 
 
-def check_costs(events, rank, counted, near=0.01):
+def check_costs(events, rank, costs, near=0.01):
     """Compare waits (to `near` microseconds) and bytes of the timeline with the meter's."""
     waits = [
         event["dur"] for event in lasting(events) if event["pid"] == rank + 1 and event["cat"] == "waits"
     ]
-    assert sum(waits) == pytest.approx(1e6 * counted[0], abs=0.01 * len(waits) + near)
-    assert sum(event["args"]["bytes"] for event in moved_by(events, rank)) == counted[1]
+    assert sum(waits) == pytest.approx(1e6 * costs[0], abs=0.01 * len(waits) + near)
+    assert sum(event["args"]["bytes"] for event in moved_by(events, rank)) == costs[1]
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD], ids=lambda s: s.name)
 def test_every_transfer_with_its_bytes_and_every_wait(exact, tmp_path, strategy):
     comm = RecordingComm(exact)
-    events, counted, _ = traced(comm, tmp_path / "trace.json.gz", strategy)
+    events, costs, _ = traced(comm, tmp_path / "trace.json.gz", strategy)
     check_events(events)
-    check_costs(events, exact.rank, counted)
-    moved = moved_by(events, exact.rank)
+    check_costs(events, exact.rank, costs)
+    transfers = moved_by(events, exact.rank)
     # Events after the last step, such as the exchange of these events, are not in the timeline.
-    asked = [entry for entry in comm.log if entry.kind in ("allgather", "reduce_scatter", "allreduce")]
-    names = Counter((event["name"], event["args"]["bytes"]) for event in moved)
-    assert names == Counter((f"{entry.kind} {entry.label}", entry.sent) for entry in asked)
-    assert len(moved) > STEPS * 4
-    unfinished = {event["args"]["what"] for event in moved if "unfinished" in event["args"]}
+    requests = [entry for entry in comm.log if entry.kind in ("allgather", "reduce_scatter", "allreduce")]
+    names = Counter((event["name"], event["args"]["bytes"]) for event in transfers)
+    assert names == Counter((f"{entry.kind} {entry.label}", entry.sent) for entry in requests)
+    assert len(transfers) > STEPS * 4
+    unfinished = {event["args"]["what"] for event in transfers if "unfinished" in event["args"]}
     assert unfinished <= ({"parameters"} if strategy is SHARD_GRAD_OP else set()), "the next forward's gather"
 
 
@@ -95,11 +95,11 @@ def test_every_transfer_with_its_bytes_and_every_wait(exact, tmp_path, strategy)
 def test_on_several_nodes(mpi, kind, strategy, tmp_path):
     """Messages between nodes belong to one transfer, which has all their bytes."""
     with transport(kind, 2) as comm:
-        events, counted, records = traced(comm, tmp_path / "trace.json", strategy)
+        events, costs, records = traced(comm, tmp_path / "trace.json", strategy)
     assert records == traced(mpi, tmp_path / "plain.json", FULL_SHARD)[2]
     check_events(events)
     wrong = load(mpi, tmp_path / "trace.json")["otherData"]["clock_error_us"]
-    check_costs(events, mpi.rank, counted, near=2 * wrong)  # clocks seem to drift
+    check_costs(events, mpi.rank, costs, near=2 * wrong)  # clocks seem to drift
     reductions = Counter(e["name"] for e in moved_by(events, mpi.rank) if "gradients" in e["name"])
     rounds = STEPS * -(-MICRO_BATCHES // mpi.size)
     assert set(reductions.values()) == {rounds}
@@ -109,11 +109,11 @@ def test_on_several_nodes(mpi, kind, strategy, tmp_path):
 def test_every_stage_of_every_micro_batch_is_there(mpi, tmp_path):
     events, _, _ = traced(mpi, tmp_path / "trace.json")
     ours = [event for event in lasting(events) if event["pid"] == mpi.rank + 1]
-    counted = Counter(event["name"] for event in ours if event["cat"] == "compute")
-    own = STEPS * len(range(mpi.rank, MICRO_BATCHES, mpi.size))
+    counts = Counter(event["name"] for event in ours if event["cat"] == "compute")
+    runs = STEPS * len(range(mpi.rank, MICRO_BATCHES, mpi.size))
     names = ["token_embd", "blk.0", "blk.1", "output"]
-    expected = {f"{way} {name}": own for way in ("forward", "backward") for name in names} | {"loss": own}
-    assert counted == {name: count for name, count in expected.items() if count}
+    expected = {f"{way} {name}": runs for way in ("forward", "backward") for name in names} | {"loss": runs}
+    assert counts == {name: count for name, count in expected.items() if count}
     assert [e["name"] for e in ours if e["cat"] == "optimizer"] == ["norm", "update"] * STEPS
     assert [e["args"]["step"] for e in ours if e["args"]["kind"] == "step"] == [1, 2]
     in_steps = {e["args"].get("micro_batch") for e in ours if e["cat"] == "compute"}
@@ -128,8 +128,8 @@ def test_recording_changes_no_bit_and_no_order(exact, tmp_path):
     expected = [run.step(number) for number in range(STEPS)]
     _, _, records = traced(watched, tmp_path / "trace.json")
     assert records == expected
-    asked = [entry[:2] for entry in watched.log if entry.label != "clock"]  # requested before the first step
-    assert asked[: len(plain.log)] == [entry[:2] for entry in plain.log]
+    calls = [entry[:2] for entry in watched.log if entry.label != "clock"]  # requested before the first step
+    assert calls[: len(plain.log)] == [entry[:2] for entry in plain.log]
 
 
 # ---------------------------------------------------------------------------------------------- clocks
@@ -143,26 +143,26 @@ def barriers(comm, path, count=5):
     return load(comm, path)
 
 
-def apart(found, ranks):
+def apart(trace, ranks):
     """Return the median time, in microseconds, by which ranks seem to leave a barrier before others enter.
 
     The maximum would count ranks that lose their core at the beginning of the wait.
     """
     waits = [
-        [e for e in lasting(found["traceEvents"]) if e["pid"] == rank + 1 and e["name"] == "barrier"]
+        [e for e in lasting(trace["traceEvents"]) if e["pid"] == rank + 1 and e["name"] == "barrier"]
         for rank in range(ranks)
     ]
-    assert {len(own) for own in waits} == {5}
+    assert {len(events) for events in waits} == {5}
     return statistics.median(
-        max(event["ts"] for event in together) - min(event["ts"] + event["dur"] for event in together)
-        for together in zip(*waits, strict=True)
+        max(event["ts"] for event in group) - min(event["ts"] + event["dur"] for event in group)
+        for group in zip(*waits, strict=True)
     )
 
 
 def test_ranks_of_a_host_are_on_one_clock(mpi, tmp_path):
-    found = barriers(mpi, tmp_path / "trace.json")
-    assert found["otherData"]["clock_error_us"] == 0
-    assert apart(found, mpi.size) < 1000, "a millisecond"
+    trace = barriers(mpi, tmp_path / "trace.json")
+    assert trace["otherData"]["clock_error_us"] == 0
+    assert apart(trace, mpi.size) < 1000, "a millisecond"
 
 
 def test_clocks_of_other_hosts_are_brought_to_rank_0s(mpi, monkeypatch, tmp_path):
@@ -175,12 +175,12 @@ def test_clocks_of_other_hosts_are_brought_to_rank_0s(mpi, monkeypatch, tmp_path
     with nodes_of(1), monkeypatch.context() as patched:
         patched.setattr(time, "perf_counter", shifted)
         patched.setattr(HostStopwatch, "stamp", staticmethod(shifted))
-        found = barriers(mpi, tmp_path / "trace.json")
-    wrong = found["otherData"]["clock_error_us"]
+        trace = barriers(mpi, tmp_path / "trace.json")
+    wrong = trace["otherData"]["clock_error_us"]
     assert (wrong > 0) == (mpi.size > 1)
     assert wrong < 1e5, "messages on one machine take less"
-    assert apart(found, mpi.size) <= 2 * wrong + 1000
-    check_events(found["traceEvents"])
+    assert apart(trace, mpi.size) <= 2 * wrong + 1000
+    check_events(trace["traceEvents"])
 
 
 # ---------------------------------------------------------------------------------------------- limits
@@ -198,11 +198,11 @@ def test_memory_is_bounded(exact, monkeypatch, tmp_path):
             timeline.step(number)
             run.step(number - 1)
     assert timeline.ends_in == 2
-    found = load(exact, path)
-    assert found["otherData"]["ends_in"] == 2
-    steps = {event["args"]["step"] for event in lasting(found["traceEvents"])}
+    trace = load(exact, path)
+    assert trace["otherData"]["ends_in"] == 2
+    steps = {event["args"]["step"] for event in lasting(trace["traceEvents"])}
     assert steps == {1, 2}
-    check_events(found["traceEvents"])
+    check_events(trace["traceEvents"])
 
 
 def test_a_disk_that_fills_while_the_parts_come_is_told_to_all_ranks(exact, monkeypatch, tmp_path):

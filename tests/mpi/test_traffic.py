@@ -18,8 +18,8 @@ def recorded(comm, config, strategy, **options):
     before = comm.inner.meter.sent_bytes
     tiny.run_step(module, accumulator, config, 0, comm.size)
     optimizer.step()
-    counted = comm.inner.meter.sent_bytes - before
-    assert counted == sum(event.sent for event in comm.log), "differs from the meter"
+    total = comm.inner.meter.sent_bytes - before
+    assert total == sum(event.sent for event in comm.log), "differs from the meter"
     return [event for event in comm.log if event.label != "vector"], module
 
 

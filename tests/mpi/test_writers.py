@@ -41,9 +41,9 @@ def pretend(monkeypatch, folder, kind):
 @contextmanager
 def saver(folder, optimizer, ranks_per_node, **options):
     with nodes_of(ranks_per_node):
-        made = Saver(folder, optimizer, DESCRIPTION, parallel=True, **options)
-    yield made
-    made.close()
+        writer = Saver(folder, optimizer, DESCRIPTION, parallel=True, **options)
+    yield writer
+    writer.close()
 
 
 def first_ranks(size, ranks_per_node):
@@ -63,13 +63,13 @@ CASES = {  # file system, ranks per node, writers per node, and the ranks that w
 @pytest.mark.world(1, 2, 4, 8)
 @pytest.mark.parametrize("case", CASES)
 def test_who_writes_and_that_the_files_are_the_same(case, mpi, ranks_folder, monkeypatch):
-    kind, ranks_per_node, asked, expected = CASES[case]
+    kind, ranks_per_node, writers, expected = CASES[case]
     optimizer, progress = trained(mpi, FULL_SHARD)
     gathered = save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
     pretend(monkeypatch, ranks_folder, kind)
-    with saver(ranks_folder / "out", optimizer, ranks_per_node, writers_per_node=asked) as made:
+    with saver(ranks_folder / "out", optimizer, ranks_per_node, writers_per_node=writers) as writer:
         with file_calls.FileCalls() as calls:
-            made.save(progress)
+            writer.save(progress)
         assert digests(ranks_folder / "out" / "latest") == digests(gathered)
     writes = mpi.allgather_object(sum(calls.of("pwritev", name) for name in FILES))
     assert [rank for rank, count in enumerate(writes) if count] == expected(mpi.size)
@@ -80,8 +80,8 @@ def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, mon
     """A node's other ranks write nothing. A unit takes two writes for any number of tensors."""
     pretend(monkeypatch, ranks_folder, "lustre")
     optimizer, progress = trained(mpi, FULL_SHARD)
-    with saver(ranks_folder / "out", optimizer, 2) as made, file_calls.FileCalls() as calls:
-        made.save(progress)
+    with saver(ranks_folder / "out", optimizer, 2) as writer, file_calls.FileCalls() as calls:
+        writer.save(progress)
     first = mpi.rank % 2 == 0
     if not first:
         assert not calls.written
@@ -89,8 +89,8 @@ def test_a_node_opens_writes_and_syncs_a_file_by_one_rank(mpi, ranks_folder, mon
     units, tensors = len(optimizer.module.units), len(optimizer.module.params)
     for name, parts in zip(FILES, (1, 2), strict=True):
         assert (calls.of("open", name), calls.of("fsync", name)) == (first, first)
-        most = 2 * parts * units + 1  # the header needs one more write
-        assert calls.of("pwritev", name) <= first * most < parts * tensors
+        limit = 2 * parts * units + 1  # the header needs one more write
+        assert calls.of("pwritev", name) <= first * limit < parts * tensors
     named = [calls.of(call) for call in ("mkdir", "ftruncate", "rename", "replace", "symlink")]
     assert named == ([1, 2, 1, 1, 1] if mpi.rank == 0 else [0] * 5) or named[0] == 2  # OUT itself, at first
 
@@ -113,15 +113,15 @@ def test_a_host_brings_to_disk_what_all_of_it_have_written(mpi, ranks_folder, mo
 
     monkeypatch.setattr(OutputFile, "write_at", noted("write", OutputFile.write_at))
     monkeypatch.setattr(OutputFile, "sync", noted("sync", OutputFile.sync))
-    with saver(ranks_folder / "out", optimizer, 2, writers_per_node=2) as made:
-        made.save(progress)
+    with saver(ranks_folder / "out", optimizer, 2, writers_per_node=2) as writer:
+        writer.save(progress)
     mpi.barrier()
     lines = shared.read_text().splitlines()
     for name in FILES:
         for node in (0, 1):
-            own = [line.split()[0] for line in lines if line.endswith(f"{name} {node}")]
-            assert own.count("sync") == 1
-            assert own[-1] == "sync"
+            words = [line.split()[0] for line in lines if line.endswith(f"{name} {node}")]
+            assert words.count("sync") == 1
+            assert words[-1] == "sync"
 
 
 @pytest.mark.world(3, 4)
@@ -131,7 +131,7 @@ def test_a_save_behind_training_by_one_writer_a_node(strategy, mpi, ranks_folder
     optimizer, progress = trained(CheckedComm(mpi), strategy)
     gathered = save_checkpoint(ranks_folder / "gathered", optimizer, progress, DESCRIPTION)
     pretend(monkeypatch, ranks_folder, "gpfs")
-    with saver(ranks_folder / "out", optimizer, 2, background=True) as made:
-        made.save(progress)
-        made.wait()
+    with saver(ranks_folder / "out", optimizer, 2, background=True) as writer:
+        writer.save(progress)
+        writer.wait()
     assert digests(ranks_folder / "out" / "latest") == digests(gathered)

@@ -55,17 +55,17 @@ def nvrtc() -> ctypes.CDLL:
             files = metadata.files(package) or []
         except metadata.PackageNotFoundError:
             continue
-        found = [file for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name)]
-        if found:
-            return ctypes.CDLL(str(found[0].locate()))
+        matches = [file for file in files if re.fullmatch(r"libnvrtc\.so\.\d+", file.name)]
+        if matches:
+            return ctypes.CDLL(str(matches[0].locate()))
     pytest.skip("nvidia-cuda-nvrtc is not installed: kernels are not compiled")
 
 
 class Program:
     def __init__(self, text: str, name: str) -> None:
         self.handle = ctypes.c_void_p()
-        given = (text.encode(), name.encode(), 0, None, None)
-        self.call("CreateProgram", ctypes.byref(self.handle), *given, owned=False)
+        arguments = (text.encode(), name.encode(), 0, None, None)
+        self.call("CreateProgram", ctypes.byref(self.handle), *arguments, owned=False)
 
     def call(self, name: str, *arguments: object, owned: bool = True) -> int:
         """Call nvrtcNAME on the program; a failure of any call but CompileProgram is an error."""
@@ -74,17 +74,17 @@ class Program:
         return int(status)
 
     def compile(self, *options: str) -> str:
-        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-        status = self.call("CompileProgram", len(options), given)
+        strings = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = self.call("CompileProgram", len(options), strings)
         log = self.read("ProgramLog").decode()
         assert status == 0, log
         return log
 
-    def read(self, what: str) -> bytes:
+    def read(self, part: str) -> bytes:
         size = ctypes.c_size_t()
-        self.call(f"Get{what}Size", ctypes.byref(size))
+        self.call(f"Get{part}Size", ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
-        self.call(f"Get{what}", buffer)
+        self.call(f"Get{part}", buffer)
         return buffer.raw.rstrip(b"\0")
 
     def close(self) -> None:
@@ -127,39 +127,39 @@ def all_compiled(architecture: str) -> dict[str, Compiled]:
 def kernels_of(source: str) -> set[str]:
     if source == SUMS:
         return {*(f"add_{kind}" for kind in ordered_sum.KINDS), ordered_sum.PAIRWISE}
-    return {name for name, (where, _) in told()[0].items() if where == source}
+    return {name for name, (path, _) in told()[0].items() if path == source}
 
 
 @pytest.mark.timeout_seconds(300)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_kernels_compile_and_keep_their_registers(architecture):
     assert {source for source, _ in told()[0].values()} == set(sources())
-    for source, made in all_compiled(architecture).items():
-        assert made.cubin[1:4] == b"ELF"
-        assert "warning" not in made.log, made.log
-        noted = re.findall(r"properties for (\w+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill", made.log)
-        silent = kernels_of(source) - {name for name, _, _ in noted}
+    for source, build in all_compiled(architecture).items():
+        assert build.cubin[1:4] == b"ELF"
+        assert "warning" not in build.log, build.log
+        notes = re.findall(r"properties for (\w+)\n\D*(\d+) bytes stack frame, (\d+) bytes spill", build.log)
+        silent = kernels_of(source) - {name for name, _, _ in notes}
         assert not silent, "the assembler's log lacks these kernels"
         # On an H100, the gradient of a norm is faster if all reads come first, although registers spill.
-        spills = {name: max(int(stack), int(spilled)) for name, stack, spilled in noted}
-        assert all(found <= (128 if "norm_backward" in name else 0) for name, found in spills.items()), spills
+        spills = {name: max(int(stack), int(spilled)) for name, stack, spilled in notes}
+        assert all(size <= (128 if "norm_backward" in name else 0) for name, size in spills.items()), spills
 
 
 @pytest.mark.timeout_seconds(300)
 def test_kernels_take_what_the_table_says():
-    for source, made in all_compiled("sm_100").items():
-        entries = dict(re.findall(r"\.entry (\w+)\s*\(([^)]*)\)", made.ptx))
+    for source, build in all_compiled("sm_100").items():
+        entries = dict(re.findall(r"\.entry (\w+)\s*\(([^)]*)\)", build.ptx))
         assert set(entries) == kernels_of(source)
         narrow = [
-            name for name, body in made.bodies().items() if not re.search(r"ld\.global(\.\w+)*\.v4", body)
+            name for name, body in build.bodies().items() if not re.search(r"ld\.global(\.\w+)*\.v4", body)
         ]
         assert not [name for name in narrow if not name.startswith(ONE_AT_A_TIME)], "no loads of 16 bytes"
         for name, parameters in entries.items() if source != SUMS else ():
-            found = re.findall(r"\.param \.(?:align \d+ \.)?(\w+)", parameters)
-            wanted = told()[0][name][1]
-            assert len(found) == len(wanted), name
-            fits = (kind in PTX_TYPES[letter] for kind, letter in zip(found, wanted, strict=True))
-            assert all(fits), (name, found)
+            actual = re.findall(r"\.param \.(?:align \d+ \.)?(\w+)", parameters)
+            expected = told()[0][name][1]
+            assert len(actual) == len(expected), name
+            fits = (kind in PTX_TYPES[letter] for kind, letter in zip(actual, expected, strict=True))
+            assert all(fits), (name, actual)
 
 
 @pytest.mark.timeout_seconds(300)
@@ -173,5 +173,5 @@ def test_flat_buffers_and_sums_keep_numbers_below_the_smallest_normal_one():
     sums = all_compiled("sm_100")[SUMS].ptx
     assert "add.rn.f32" in sums
     assert not re.search(r"add(\.rn)?\.ftz", sums)
-    most = re.search(r"constexpr int MAX_PARTS = (\d+);", ordered_sum.SOURCE.read_text())
-    assert most[1] == str(ordered_sum.MAX_PARTS)
+    limit = re.search(r"constexpr int MAX_PARTS = (\d+);", ordered_sum.SOURCE.read_text())
+    assert limit[1] == str(ordered_sum.MAX_PARTS)

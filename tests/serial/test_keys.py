@@ -45,10 +45,10 @@ COMMANDS = {
 
 @cache
 def llama() -> fuzz_gguf.File:
-    wanted = {"general.architecture": fuzz_gguf.typed(8, "llama"), MERGES: fuzz_gguf.array(8, ["a b"])}
-    drawn = (fuzz_gguf.model(random.Random(seed)) for seed in range(1000))
+    keys = {"general.architecture": fuzz_gguf.typed(8, "llama"), MERGES: fuzz_gguf.array(8, ["a b"])}
+    models = (fuzz_gguf.model(random.Random(seed)) for seed in range(1000))
     return next(
-        file for file in drawn if wanted.items() <= dict(file.keys).items() and len(file.tensors) == 11
+        file for file in models if keys.items() <= dict(file.keys).items() and len(file.tensors) == 11
     )
 
 
@@ -64,16 +64,16 @@ def test_a_value_of_another_type_is_refused_by_name_or_shown(key, kind, name, tm
     """`inspect` shows files in which some of these keys are wrong; all other commands refuse them."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "x.gguf", {key: ODD[kind]})
-    action, more = COMMANDS[name]
+    action, flags = COMMANDS[name]
     try:
-        assert action(World(0, 1), ["x.gguf", *more]) == 0
+        assert action(World(0, 1), ["x.gguf", *flags]) == 0
         line = ""
     except UsageError as error:
         line = str(error)
     if name == "inspect" and key.startswith(("llama.", f"{HEAD}token_type", f"{HEAD}add_bos")):
         assert line == ""
-        said = " ".join(capfd.readouterr().out.split())
-        assert not key.startswith("llama.") or f"cannot_run the GGUF key {key}: expected" in said
+        output = " ".join(capfd.readouterr().out.split())
+        assert not key.startswith("llama.") or f"cannot_run the GGUF key {key}: expected" in output
     else:
         assert f"x.gguf: the GGUF key {key}: expected " in line
         assert line.isprintable()

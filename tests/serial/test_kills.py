@@ -26,8 +26,8 @@ def test_random_kills_of_ranks_launcher_and_job_lose_nothing(tmp_path, quick):
         command = [*job, "--shared-shm"]
     else:
         command = ["unshare", "-m", "sh", "-c", MOUNT + 'exec "$@"', "200m", *job]
-    status, said, errors = run_command(command, timeout=390)
-    assert status == 0, said + errors
+    status, output, errors = run_command(command, timeout=390)
+    assert status == 0, output + errors
 
 
 # Script that slows each write to disk.
@@ -48,10 +48,10 @@ Start = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def slow_run(tmp_path) -> Start:
-    def start(signalled: int, *more: str) -> tuple[int, str, str]:
+    def start(signalled: int, *options: str) -> tuple[int, str, str]:
         script = train_with(tmp_path / "slow.py", SIGNALLED.format(signalled), setup=SLOW)
         flags = [*SMALL, "--data", *write_text(tmp_path), "--out", str(tmp_path / "out"), "--async-save"]
-        return run_job(3, [script, *flags, "--steps", "4", *more], timeout=40, cwd=tmp_path)
+        return run_job(3, [script, *flags, "--steps", "4", *options], timeout=40, cwd=tmp_path)
 
     return start
 
@@ -75,7 +75,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(slow_run, tmp_path):
     assert (status, errors) == (0, ""), printed
     lines = [line.split(" in ")[0] for line in printed.splitlines()]
     order = [
-        next(n for n, line in enumerate(lines) if what in line) for what in ("step 4/4", "step-00000003")
+        next(n for n, line in enumerate(lines) if label in line) for label in ("step 4/4", "step-00000003")
     ]
     assert order == sorted(order), printed
     assert sound_step(tmp_path / "out" / "step-00000003") == 3

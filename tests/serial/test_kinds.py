@@ -20,17 +20,17 @@ JSONL = "".join(json.dumps(record) + "\n" for record in RECORDS)
 
 
 def zipped(**files):
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w") as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
         for name, content in files.items():
             archive.writestr(name.replace("__", "/").replace("_", "."), content)
-    return held.getvalue()
+    return buffer.getvalue()
 
 
 def saved(function, *arrays):
-    held = io.BytesIO()
-    function(held, *arrays)
-    return held.getvalue()
+    buffer = io.BytesIO()
+    function(buffer, *arrays)
+    return buffer.getvalue()
 
 
 DRAW = np.random.default_rng(0)

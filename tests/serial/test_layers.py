@@ -212,12 +212,12 @@ class Run:
 
 
 def run(s: Setting, frozen: frozenset[str] = frozenset()) -> Run:
-    given = copied(s.p)
+    params = copied(s.p)
     x_before = fingerprint(s.x)
-    y, saved = s.layer.forward(given, s.x)
+    y, saved = s.layer.forward(params, s.x)
     _, dy = s.loss(y)
     dy_before = fingerprint(dy)
-    for array in given.values():
+    for array in params.values():
         array.fill(np.nan)  # if `saved` had a view of a weight, the gradients would change
     g = copied({name: array for name, array in s.g.items() if name not in frozen})
     p = copied(s.p) if s.layer.backward_reads_params else {}
@@ -293,7 +293,7 @@ def test_neither_layer_nor_saved_keeps_a_weight(case):
     s = setting(case)
     y, saved = s.layer.forward(s.p, s.x)
     s.layer.backward(s.p, saved, s.loss(y)[1], copied(s.g))
-    assert not any(np.shares_memory(kept, w) for kept in inside((saved, y)) for w in s.p.values())
+    assert not any(np.shares_memory(array, w) for array in inside((saved, y)) for w in s.p.values())
     assert not list(inside(s.layer)), "a layer holds no arrays"
 
 
@@ -306,11 +306,11 @@ def test_recompute_keeps_only_its_input_and_changes_no_bit():
     plain = run(Setting(inner, p, x, g, loss))
     seen: list[str] = []
     with observing(lambda name, *_: seen.append(name)):
-        again = run(Setting(nn.Recompute(inner), p, x, g, loss))
+        recomputed = run(Setting(nn.Recompute(inner), p, x, g, loss))
     assert [seen.count(f"blk.0.ffn_{name}.weight") for name in ("up", "down")] == [2, 1]
     assert nn.Recompute(inner).forward(p, x)[1] is x
-    assert fingerprint((plain.y, plain.dx)) == fingerprint((again.y, again.dx))
-    assert [a.tobytes() for a in plain.g.values()] == [a.tobytes() for a in again.g.values()]
+    assert fingerprint((plain.y, plain.dx)) == fingerprint((recomputed.y, recomputed.dx))
+    assert [a.tobytes() for a in plain.g.values()] == [a.tobytes() for a in recomputed.g.values()]
 
 
 TUPLES = (nn.QKNorm, nn.RoPE, nn.ProjectQKV, nn.FusedQKV)  # layers whose outputs are tuples, not one array
@@ -327,9 +327,9 @@ def test_loss_in_one_is_forward_cross_entropy_and_backward(case):
     g, expected_g = copied(s.g), copied(s.g)
     expected_dx = s.layer.backward(s.p, saved, dlogits, expected_g)
     before = fingerprint(s.x)
-    found, dx = s.layer.loss(s.p, s.x, targets, 0.3, g)
-    assert isinstance(found, float)
-    assert found == pytest.approx(loss, rel=1e-12)
+    actual, dx = s.layer.loss(s.p, s.x, targets, 0.3, g)
+    assert isinstance(actual, float)
+    assert actual == pytest.approx(loss, rel=1e-12)
     assert s.layer.evaluate(s.p, s.x, targets, 0.3) == pytest.approx(loss, rel=1e-12)
     assert fingerprint(s.x) == before
     for name in g:
@@ -344,9 +344,9 @@ def layer_classes() -> Iterator[type[nn.Layer]]:
             importlib.import_module(module.name)
     waiting = [nn.Layer]
     while waiting:
-        found = waiting.pop().__subclasses__()
-        waiting += found
-        yield from (cls for cls in found if cls.__module__.startswith("zero_mpi."))
+        subclasses = waiting.pop().__subclasses__()
+        waiting += subclasses
+        yield from (cls for cls in subclasses if cls.__module__.startswith("zero_mpi."))
 
 
 def test_every_layer_class_has_a_case():
@@ -383,12 +383,12 @@ def test_a_residual_is_added_whether_or_not_the_layer_can(layer):
     x, residual = (rng.standard_normal((2, 5, 7)) for _ in range(2))
     p = weights(layer, rng, np.float64)
     y, saved = layer.forward(p, x)
-    kept = residual.copy()
+    original = residual.copy()
     for any_layer in (layer, nn.Chain(layer)):
-        onto, _ = any_layer.forward_onto(p, x, residual)
-        np.testing.assert_allclose(onto, residual + y, rtol=1e-12, atol=1e-14)
+        total, _ = any_layer.forward_onto(p, x, residual)
+        np.testing.assert_allclose(total, residual + y, rtol=1e-12, atol=1e-14)
     dx = layer.backward(p, saved, y, {})
     for any_layer, s in ((layer, saved), (nn.Chain(layer), [saved])):
-        onto = any_layer.backward_onto(p, s, y, {}, residual)
-        np.testing.assert_allclose(onto, residual + dx, rtol=1e-12, atol=1e-14)
-    np.testing.assert_array_equal(residual, kept)
+        total = any_layer.backward_onto(p, s, y, {}, residual)
+        np.testing.assert_allclose(total, residual + dx, rtol=1e-12, atol=1e-14)
+    np.testing.assert_array_equal(residual, original)

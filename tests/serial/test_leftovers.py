@@ -21,9 +21,9 @@ def in_use(path, code):
     with child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"there\n"
-        found = dev_shm.is_unused(path)
+        unused = dev_shm.is_unused(path)
         child.communicate(b"\n")
-    return not found
+    return not unused
 
 
 @pytest.fixture

@@ -85,10 +85,10 @@ def test_a_run_names_the_link_and_ends_and_goes_on_without_it(tmp_path):
     shutil.copytree(real / "step-00000002", tmp_path / "backup", copy_function=os.link)
     proof = (real / "proof.jsonl").rename(tmp_path / "proof")
     before = proof.read_bytes()
-    more = ["-m", "zero_mpi.train", *flags, "--steps", "3", "--out", str(out)]
+    command = ["-m", "zero_mpi.train", *flags, "--steps", "3", "--out", str(out)]
     for make in LINKS.values():
         make(proof, real / "proof.jsonl")
-        status, _, errors = run_job(2, more)
+        status, _, errors = run_job(2, command)
         assert (status, proof.read_bytes()) == (2, before)
         assert len(errors.splitlines()) == 1
         assert str(out / "proof.jsonl") in errors

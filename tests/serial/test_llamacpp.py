@@ -86,8 +86,8 @@ Edit = Callable[[dict[str, np.ndarray]], object]
 
 
 def write_model(path: Path, config: ModelConfig, weights: dict[str, np.ndarray], **keys: Any) -> Path:
-    more = {f"{config.arch}.{name.replace('__', '.')}": value for name, value in keys.items()}
-    metadata = config.metadata() | ByteTokenizer().metadata() | more
+    fields = {f"{config.arch}.{name.replace('__', '.')}": value for name, value in keys.items()}
+    metadata = config.metadata() | ByteTokenizer().metadata() | fields
     return write_tensors(path, config.arch, metadata, weights | config.constants())
 
 
@@ -101,10 +101,10 @@ def next_token(
     """
     request = {"prompt": ids, "n_predict": 1, "n_probs": size, "temperature": 0.0, "cache_prompt": False}
     answer = server.handle_completions(request | {"logit_bias": [[letter, 1000.0]]})
-    found = np.full(size, -np.inf)
+    logprobs = np.full(size, -np.inf)
     for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
-        found[entry["id"]] = entry["logprob"]
-    return found
+        logprobs[entry["id"]] = entry["logprob"]
+    return logprobs
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +139,8 @@ def test_log_probabilities_are_llama_cpps(case, tmp_path):
     for count in PREFIXES:
         expected = next_token(server, ids[:count])
         assert expected.max() - expected.min() > 2, "logits must not be flat"
-        for found in (generated, trained):
-            np.testing.assert_allclose(found[count - 1], expected, rtol=0, atol=case.tolerance)
+        for actual in (generated, trained):
+            np.testing.assert_allclose(actual[count - 1], expected, rtol=0, atol=case.tolerance)
 
 
 @pytest.mark.parametrize(
@@ -237,18 +237,18 @@ def test_an_evaluation_has_llama_cpps_losses(tmp_path):
     flags = ["--data", "text", "--context", str(WINDOW), "--choices", "choices", "--json", "figures.json"]
     status, _, errors = run_job(2, ["-m", "zero_mpi", "evaluate", "model.gguf", *flags], cwd=tmp_path)
     assert status == 0, errors
-    (found,) = json.loads((tmp_path / "figures.json").read_text())["models"]
+    (record,) = json.loads((tmp_path / "figures.json").read_text())["models"]
     server = open_server(path)
     ids = list(PROMPT)
-    for number, loss in enumerate(found["text"]["window_losses"]):
+    for number, loss in enumerate(record["text"]["window_losses"]):
         window = ids[number * WINDOW : (number + 1) * WINDOW + 1]
-        got = [surprise(server, window[:place], window[place]) for place in range(1, WINDOW + 1)]
-        assert loss == pytest.approx(np.mean(got), abs=1e-3)
+        losses = [surprise(server, window[:place], window[place]) for place in range(1, WINDOW + 1)]
+        assert loss == pytest.approx(np.mean(losses), abs=1e-3)
     assert number == 1
-    for answer, likelihood in zip(line["answers"], found["choices"]["log_likelihoods"][0], strict=True):
-        whole, start = [*(line["question"] + answer).encode()], len(line["question"])
-        got = [surprise(server, whole[:place], whole[place]) for place in range(start, len(whole))]
-        assert likelihood == pytest.approx(-sum(got), abs=1e-3)
+    for answer, likelihood in zip(line["answers"], record["choices"]["log_likelihoods"][0], strict=True):
+        tokens, start = [*(line["question"] + answer).encode()], len(line["question"])
+        losses = [surprise(server, tokens[:place], tokens[place]) for place in range(start, len(tokens))]
+        assert likelihood == pytest.approx(-sum(losses), abs=1e-3)
 
 
 # ids of "Water boils at a lower temperature on a mountain because the air pressure is lower there"
@@ -284,8 +284,8 @@ def test_log_probabilities_of_a_real_model_are_llama_cpps(tmp_path):
 
     def worst() -> float:
         model.reset()
-        found = log_softmax(model.logits(WATER))
-        return max(float(np.abs(found[count - 1] - of).max()) for count, of in expected.items())
+        actual = log_softmax(model.logits(WATER))
+        return max(float(np.abs(actual[count - 1] - of).max()) for count, of in expected.items())
 
     assert worst() < 1e-3
     pair_halves(model)

@@ -84,15 +84,15 @@ class Child:
 
 @pytest.fixture
 def children() -> Iterator[Callable[[str, int], list[Child]]]:
-    made: list[Child] = []
+    processes: list[Child] = []
 
     def start(kind: str, count: int, name: str = "") -> list[Child]:
         new = [Child(kind, name) for number in range(count)]
-        made.extend(new)
+        processes.extend(new)
         return new
 
     yield start
-    for child in made:
+    for child in processes:
         child.kill()
         child.process.stdin.close()
         child.process.stdout.close()
@@ -102,11 +102,11 @@ def winner_of(folder: Path, rivals: list[Child], delays: list[float]) -> Child:
     for child, delay in zip(rivals, delays, strict=True):
         child.tell("take", folder, delay)
     answers = [child.answer() for child in rivals]
-    (winner,) = (child for child, said in zip(rivals, answers, strict=True) if said == "took")
-    for said in answers:
-        assert said == "took" or f"process {winner.pid} on " in said, answers
-        assert said == "took" or re.search(r" \(Slurm job \d+\), since 2\d{3}-", said)
-        assert said == "took" or f"{folder}/.lock" in said
+    (winner,) = (child for child, answer in zip(rivals, answers, strict=True) if answer == "took")
+    for answer in answers:
+        assert answer == "took" or f"process {winner.pid} on " in answer, answers
+        assert answer == "took" or re.search(r" \(Slurm job \d+\), since 2\d{3}-", answer)
+        assert answer == "took" or f"{folder}/.lock" in answer
     return winner
 
 
@@ -157,8 +157,8 @@ def test_a_holder_that_is_stopped_keeps_its_lock(children, tmp_path):
     first, second = children("locks", 2)
     assert first.ask("take", tmp_path, 0) == "took"
     os.kill(first.pid, signal.SIGSTOP)
-    said = second.ask("take", tmp_path, 0)
-    assert f"process {first.pid} on " in said
+    answer = second.ask("take", tmp_path, 0)
+    assert f"process {first.pid} on " in answer
 
 
 def test_a_holder_that_was_stopped_and_taken_for_dead_knows_it(children, tmp_path):

@@ -25,8 +25,8 @@ def say_all():
 def heard(capsys, rank, size, level):
     log.install(rank, size, level)
     say_all()
-    said = capsys.readouterr()
-    return said.out.splitlines(), said.err.splitlines()
+    captured = capsys.readouterr()
+    return captured.out.splitlines(), captured.err.splitlines()
 
 
 PLAIN = ["a fact", "warning: a worry", "error: a fault"]

@@ -82,8 +82,8 @@ def test_export_writes_the_merged_model_and_generate_takes_both(alone, base, tmp
     adapter, merged = out / "latest", tmp_path / "merged.gguf"
     export = ["-m", "zero_mpi", "export", str(base), str(merged), "--merge", str(adapter)]
     assert run_job(1, export)[0] == 0
-    expected, found = open_merged(base, adapter), GGUFFile.open(merged)
-    assert all(np.array_equal(found.tensor(name), expected.tensor(name)) for name in expected.tensors)
+    expected, actual = open_merged(base, adapter), GGUFFile.open(merged)
+    assert all(np.array_equal(actual.tensor(name), expected.tensor(name)) for name in expected.tensors)
     ask = ["--prompt", "line", "--tokens", "20", "--temperature", "0"]
     both = run_job(1, ["-m", "zero_mpi", "generate", str(base), "--lora", str(adapter), *ask], env=COMPILED)
     one = run_job(1, ["-m", "zero_mpi", "generate", str(merged), *ask], env=COMPILED)
@@ -135,9 +135,9 @@ def test_blocks_need_not_have_the_same_adapters(targets, base, text, tmp_path):
     flags = ["--init", str(base), "--lora", "2", "--context", "16", "--lora-targets", *targets]
     train(2, tmp_path / "run", *DATA, *text, *flags, "--steps", "1")
     saved = GGUFFile.open(tmp_path / "run" / "latest" / "adapter.gguf").tensors
-    found = {name for name in saved if name.endswith(".lora_a")}
-    assert len(found) == (1 if len(targets) == 1 else 8)
-    assert {name.split(".")[1] for name in found} == ({"1"} if len(targets) == 1 else {"0", "1"})
+    names = {name for name in saved if name.endswith(".lora_a")}
+    assert len(names) == (1 if len(targets) == 1 else 8)
+    assert {name.split(".")[1] for name in names} == ({"1"} if len(targets) == 1 else {"0", "1"})
     count = sum(spec.size for file in (saved, GGUFFile.open(base).tensors) for spec in file.values())
     status, printed, errors = run_job(1, ["-m", "zero_mpi", "plan", *flags])
     assert (status, errors) == (0, "")
@@ -153,8 +153,8 @@ def test_evaluate_takes_an_adapter_with_its_base(alone, base, text, tmp_path):
         command = ["-m", "zero_mpi", "evaluate", *models, *text, "--json", str(tmp_path / name)]
         status, _, errors = run_job(ranks, command)
         assert (status, errors) == (0, "")
-        found = json.loads((tmp_path / name).read_text())
-        return [model["text"]["loss"] for model in found["models"]]
+        report = json.loads((tmp_path / name).read_text())
+        return [model["text"]["loss"] for model in report["models"]]
 
     both = losses("both", 2, str(base), "--lora", adapter, "--against", str(base))
     assert both == losses("each", 1, merged, "--against", str(base))

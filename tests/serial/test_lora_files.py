@@ -72,10 +72,10 @@ def test_base_with_adapter_is_the_merged_model_and_llama_cpps(name, tmp_path):
     trained = log_softmax(training_forward(model, weights, ids))
     merged = log_softmax(TextModel(open_merged(base, adapter)).logits(ids))
     others = log_softmax(TextModel(base, GGUFFile.open(adapter)).logits(ids))
-    for each in (merged, others):
-        np.testing.assert_allclose(each, trained, rtol=0, atol=1e-4)
-    alone = log_softmax(TextModel(base).logits(ids))
-    assert abs(alone - trained).max() > 0.3, "the adapter changes little"
+    for actual in (merged, others):
+        np.testing.assert_allclose(actual, trained, rtol=0, atol=1e-4)
+    plain = log_softmax(TextModel(base).logits(ids))
+    assert abs(plain - trained).max() > 0.3, "the adapter changes little"
     server = open_server(base, adapter)
     for count in PREFIXES:
         expected = next_token(server, ids[:count])
@@ -85,11 +85,11 @@ def test_base_with_adapter_is_the_merged_model_and_llama_cpps(name, tmp_path):
 def test_any_part_of_a_merged_matrix_is_read(tmp_path):
     _, weights, base, adapter = written(tmp_path, LLAMA, ALL)
     source, name = open_merged(base, tmp_path), "blk.1.ffn_down.weight"
-    whole = weights[name] + 1.5 * weights[f"{name}.lora_b"] @ weights[f"{name}.lora_a"]
-    np.testing.assert_allclose(source.tensor(name), whole, rtol=1e-5, atol=1e-6)
-    for start, stop in ((0, 1), (5, 5), (96, 98), (1, whole.size), (300, 411)):
+    full = weights[name] + 1.5 * weights[f"{name}.lora_b"] @ weights[f"{name}.lora_a"]
+    np.testing.assert_allclose(source.tensor(name), full, rtol=1e-5, atol=1e-6)
+    for start, stop in ((0, 1), (5, 5), (96, 98), (1, full.size), (300, 411)):
         np.testing.assert_allclose(
-            source.read(name, start, stop), whole.reshape(-1)[start:stop], rtol=1e-5, atol=1e-6
+            source.read(name, start, stop), full.reshape(-1)[start:stop], rtol=1e-5, atol=1e-6
         )
     assert source.tensor("output.weight").tobytes() == weights["output.weight"].tobytes()
     assert open_merged(base, None).tensors == open_weights(base).tensors

@@ -30,9 +30,9 @@ def planned(folder, *flags, machine=EXAMPLES / "large.toml"):
 
 
 def test_what_the_file_says_reaches_the_plan(tmp_path, capsys):
-    found = planned(tmp_path, "--ranks", "128", "--memory", "4M")
-    machine = found["machine"]
-    assert found["nodes"] == 2
+    plan = planned(tmp_path, "--ranks", "128", "--memory", "4M")
+    machine = plan["machine"]
+    assert plan["nodes"] == 2
     assert (machine["flops"], machine["moves"], machine["memory"]) == (
         100e9,
         8e9,
@@ -106,14 +106,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused_in_one_line(name, tmp_path):
-    change, said = REFUSED[name]
+    change, message = REFUSED[name]
     machine = deepcopy(LARGE)
     change(machine)
     (tmp_path / "m.toml").write_text(tomli_w.dumps(machine))
     with pytest.raises(UsageError) as raised:
         read_machine(tmp_path / "m.toml")
     assert str(raised.value).startswith(f"--machine {tmp_path}/m.toml: ")
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

@@ -39,13 +39,13 @@ def test_a_small_dev_shm_is_one_line_or_enough(tmp_path):
         pytest.skip("the requirement is MPICH's; Open MPI takes 0.1 MB per rank")
     line = r"zero_mpi {}: error: .* 4\.3 MiB .* /dev/shm .* 3\.0 MiB .*--shm-size.*\n"
     for name in ("doctor", "train"):
-        status, said, errors = with_shm("3m", 4, "zero_mpi", name, "--out", tmp_path / "run")
-        assert (status, said) == (2, "")
+        status, output, errors = with_shm("3m", 4, "zero_mpi", name, "--out", tmp_path / "run")
+        assert (status, output) == (2, "")
         assert re.fullmatch(line.format(name), errors)
     flags = ["--data", *write_text(tmp_path), *TINY, "--batch-size", "4", "--out", tmp_path / "run"]
-    status, said, errors = with_shm("6m", 4, "zero_mpi.train", *flags)
+    status, output, errors = with_shm("6m", 4, "zero_mpi.train", *flags)
     assert status == 0, errors
-    assert "saved " in said
+    assert "saved " in output
 
 
 NO_ROOM = """
@@ -67,8 +67,8 @@ def test_where_other_nodes_wait_a_rank_dies_of_a_signal_which_ends_them(rank):
 def test_a_model_of_too_many_blocks_is_refused_at_once(command, tmp_path):
     name, *flags = command
     command = [sys.executable, "-m", "zero_mpi", name, "--layers", "100000000", *flags]
-    status, said, errors = run_command(command, timeout=20, cwd=tmp_path)
-    assert (status, said) == (2, "")
+    status, output, errors = run_command(command, timeout=20, cwd=tmp_path)
+    assert (status, output) == (2, "")
     assert re.fullmatch(
         rf"zero_mpi {name}: error: --layers 100000000: .* 2,000; .* 44,275,200,100,032 .*\n", errors
     )
@@ -106,21 +106,21 @@ def test_a_run_without_memory_is_one_line_from_rank_0(tmp_path):
     flags = ["--data", *write_text(tmp_path), "--layers", "9", "--dim", "4096", "--heads", "32"]
     job = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", *flags, "--transport", "mpi"]
     command = ["sh", "-c", 'ulimit -v 9000000; exec "$@"', "sh", *job]
-    status, said, errors = run_command(command, timeout=60, cwd=tmp_path)
-    assert (status, said) == (2, ""), errors
+    status, output, errors = run_command(command, timeout=60, cwd=tmp_path)
+    assert (status, output) == (2, ""), errors
     assert re.fullmatch(r"zero_mpi train: error: .*memory.* on .*\n", ranks_said(errors))
 
 
 def resident_pages(job, folder):
     command = [*launcher(), "-n", "2", sys.executable, "-m", "zero_mpi.train", *job]
-    most, found = 0, []
+    peak, ranks = 0, []
     with running(command, folder / "said", COMPILED, folder) as process:
         while process.poll() is None:
-            found = found if len(found) == 2 else [*ranks_of(process.pid)]
-            most = max(most, sum(map(proportional, found)))
+            ranks = ranks if len(ranks) == 2 else [*ranks_of(process.pid)]
+            peak = max(peak, sum(map(proportional, ranks)))
             time.sleep(0.1)  # reading the page counts takes longer if there are many
     assert process.returncode == 0, (folder / "said").read_text()
-    return most, (folder / "said").read_text()
+    return peak, (folder / "said").read_text()
 
 
 def ranks_of(launcher_process):
@@ -132,10 +132,10 @@ def ranks_of(launcher_process):
 
 def proportional(folder):
     try:
-        found = re.search(r"^Pss: +([0-9]+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
+        match = re.search(r"^Pss: +([0-9]+) kB", (folder / "smaps_rollup").read_text(), re.MULTILINE)
     except OSError:
         return 0
-    return int(found[1]) << 10 if found else 0
+    return int(match[1]) << 10 if match else 0
 
 
 @needs_mpiexec
@@ -144,11 +144,11 @@ def test_what_is_asked_for_is_what_ranks_take(tmp_path):
     """Ranks never use more memory than requested. The request is at most 25 % too large; it includes 64 MiB
     for the compiler, which ranks do not load if another test has filled its cache."""
     data = write_text(tmp_path)
-    most, said = resident_pages(["--data", *data, *MODEL, "--transport", "shared"], tmp_path)
-    asked = float(re.search(r"request ([0-9.]+) GiB per node", said)[1]) * 2**30
-    assert most <= asked
-    assert asked <= 1.25 * (most + (64 << 20))
+    peak, output = resident_pages(["--data", *data, *MODEL, "--transport", "shared"], tmp_path)
+    request = float(re.search(r"request ([0-9.]+) GiB per node", output)[1]) * 2**30
+    assert peak <= request
+    assert request <= 1.25 * (peak + (64 << 20))
     command = ["-m", "zero_mpi", "plan", "--ranks", "2", "--data", *data, *MODEL, "--transport", "shared"]
     status, printed, _ = run_job(1, command, env=COMPILED)
     assert status == 0
-    assert f"{asked / 2**30:.2f} GiB" in printed.splitlines()[-1]
+    assert f"{request / 2**30:.2f} GiB" in printed.splitlines()[-1]

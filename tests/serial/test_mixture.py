@@ -21,16 +21,16 @@ shares = st.lists(st.floats(0.01, 1), min_size=1, max_size=5)
 def test_each_source_has_its_share_to_a_sample_and_no_number_twice(shares, blocks, rest, seed):
     order = SampleOrder([7] * len(shares), shares, seed)
     sources, numbers = order.places(np.arange(blocks * DEALT + rest))
-    whole = sources[: blocks * DEALT]
+    dealt = sources[: blocks * DEALT]
     for source, share in enumerate(shares):
-        assert abs((whole == source).sum() - blocks * DEALT * share / sum(shares)) <= 1
+        assert abs((dealt == source).sum() - blocks * DEALT * share / sum(shares)) <= 1
         assert sorted(numbers[sources == source].tolist()) == list(range(int((sources == source).sum())))
 
 
 def test_epochs_of_each_source_have_each_window_once():
     order = SampleOrder([6, 10], [3, 1], 0)
-    found = order.windows(np.arange(4000))
-    first, second = found[found < 6], found[found >= 6] - 6
+    numbers = order.windows(np.arange(4000))
+    first, second = numbers[numbers < 6], numbers[numbers >= 6] - 6
     for windows, count in ((first, 6), (second, 10)):
         for start in range(0, len(windows) - count, count):
             assert sorted(windows[start : start + count].tolist()) == list(range(count))
@@ -42,10 +42,10 @@ def test_epochs_of_each_source_have_each_window_once():
 def test_many_windows_are_dealt_out_once_each():
     windows = (1 << 20) + 17  # too many windows to shuffle by sorting
     samples = np.arange(3 << 12)
-    found = window_of(samples, windows, 1)
-    assert np.unique(found).size == samples.size
-    assert abs(found.mean() / windows - 0.5) < 0.02
-    assert window_of(12000, windows, 1) == found[12000] == 601795  # pinned for resumes
+    numbers = window_of(samples, windows, 1)
+    assert np.unique(numbers).size == samples.size
+    assert abs(numbers.mean() / windows - 0.5) < 0.02
+    assert window_of(12000, windows, 1) == numbers[12000] == 601795  # pinned for resumes
 
 
 def test_text_and_conversations_share_a_batch():
@@ -82,8 +82,8 @@ def test_a_path_that_is_there_is_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a=1").touch()
     assert [source.paths for source in sources_of(["a=1", "b"])] == [["a=1", "b"]]
-    found = sources_of(["x/a=3", "y/a=.1e1"])
-    assert [(source.name, source.paths, source.share) for source in found] == [
+    sources = sources_of(["x/a=3", "y/a=.1e1"])
+    assert [(source.name, source.paths, source.share) for source in sources] == [
         ("a", ["x/a"], 0.75),
         ("a-2", ["y/a"], 0.25),
     ]
@@ -98,21 +98,21 @@ def test_a_mixture_has_the_same_bits_anywhere_and_goes_on(tmp_path):
     data = [f"{tmp_path}/prose=0.75", f"{tmp_path}/code=0.25"]
     flags = ["-m", "zero_mpi.train", *SIZES, "--data", *data, "--sample", "0"]
     flags += ["--val-fraction", "0.2", "--eval-every", "2", "--batch-size", "4", "--warmup", "40", "--steps"]
-    said = {}
+    outputs = {}
     for ranks in (1, 3):
         out = ["--out", str(tmp_path / str(ranks))]
         if ranks == 3:
             assert run_job(ranks, [*flags, "2", *out])[0] == 0
-        status, said[ranks], errors = run_job(ranks, [*flags, "4", *out])
-        assert status == 0, said[ranks] + errors
+        status, outputs[ranks], errors = run_job(ranks, [*flags, "4", *out])
+        assert status == 0, outputs[ranks] + errors
     lines = [(tmp_path / str(ranks) / "metrics.jsonl").read_text().splitlines() for ranks in (1, 3)]
-    records = [[json.loads(line) for line in each] for each in lines]
+    records = [[json.loads(line) for line in file] for file in lines]
     for one, other in zip(*records, strict=True):
         for key in ("loss", "val_loss", "val_losses"):
             assert one.get(key) == other.get(key)
     losses = records[0][3]["val_losses"]
     assert losses.keys() == {"prose", "code"}
     assert min(losses.values()) < records[0][3]["val_loss"] < max(losses.values())
-    assert "source:    prose: 75.0% of the windows" in said[1]
-    assert f"val loss {records[0][3]['val_loss']:.4f}  prose {losses['prose']:.4f}  code" in said[1]
+    assert "source:    prose: 75.0% of the windows" in outputs[1]
+    assert f"val loss {records[0][3]['val_loss']:.4f}  prose {losses['prose']:.4f}  code" in outputs[1]
     assert_same_run(tmp_path / "1", tmp_path / "3")

@@ -31,12 +31,12 @@ ROTARY = [config for config in MODELS.values() if isinstance(config, RotaryModel
 
 
 def from_flags(arch: str) -> ModelConfig:
-    own = {} if arch == "gpt2" else {"kv_heads": 4 if arch == "olmoe" else 2, "ffn": 97}
+    settings = {} if arch == "gpt2" else {"kv_heads": 4 if arch == "olmoe" else 2, "ffn": 97}
     if arch in MIXTURES:
-        own |= {"ffn": None, "expert_ffn": 97, "experts_used": 3}
+        settings |= {"ffn": None, "expert_ffn": 97, "experts_used": 3}
     name = "norm_epsilon" if arch == "gpt2" else "rms_epsilon"
     tied = arch in ("qwen3", "smollm3")
-    sizes = FLAGS | architectures.ROWS[arch].needed | own | {"tied": tied}
+    sizes = FLAGS | architectures.ROWS[arch].needed | settings | {"tied": tied}
     return replace(ARCHITECTURES[arch].from_flags(sizes), **{name: EXACT})
 
 
@@ -66,9 +66,9 @@ CONFIGS = {
 def test_the_tensors_of_a_row_are_llama_cpps(arch):
     """The gguf package lists the tensors that llama.cpp may find in a file of each architecture."""
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    known = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[number]}
+    names = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[number]}
     row = architectures.ROWS[arch]
-    assert {*row.outer, "output", *(f"blk.{{bid}}.{name}" for name in row.block)} <= known
+    assert {*row.outer, "output", *(f"blk.{{bid}}.{name}" for name in row.block)} <= names
     biases = (name.split(".") for name in MODELS[arch].params() if name.startswith("blk.0."))
     assert {name for _, _, name, kind in biases if kind == "bias"} == set(row.biased)
 
@@ -95,10 +95,10 @@ def test_a_configuration_comes_back_from_its_file(config, tmp_path):
     write_tensors(path, config.arch, config.metadata(), zeros | config.constants())
     file = GGUFFile.open(path)
     shapes = {name: info.shape for name, info in file.tensors.items()}
-    found = config_from_gguf(file.metadata, shapes, str(path), file.read)
-    assert found == config
-    found.check_tensors(shapes, str(path))
-    assert list(shapes) == [*found.params(), *found.constants()], "the file must keep the order"
+    actual = config_from_gguf(file.metadata, shapes, str(path), file.read)
+    assert actual == config
+    actual.check_tensors(shapes, str(path))
+    assert list(shapes) == [*actual.params(), *actual.constants()], "the file must keep the order"
 
 
 @pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
@@ -106,8 +106,8 @@ def test_keys_that_may_be_missing_have_llama_cpps_defaults(config):
     config = replace(config, head_count_kv=6, key_length=4, value_length=4, rope_freq_base=10000.0)
     names = ("head_count_kv", "key_length", "value_length")
     missing = [*(f"attention__{name}" for name in names), "rope__dimension_count", "rope__freq_base"]
-    found = read_back(config, **dict.fromkeys(missing))
-    assert found == config
+    actual = read_back(config, **dict.fromkeys(missing))
+    assert actual == config
 
 
 def test_the_vocabulary_is_the_tokenizers_or_the_key():
@@ -210,9 +210,9 @@ def test_a_key_that_would_change_the_result_is_refused(config, key, value):
 
 @pytest.mark.parametrize("config", ROTARY, ids=lambda config: config.arch)
 def test_keys_that_say_nothing_are_taken(config):
-    nothing = {"rope__scaling__type": "none", "rope__scaling__factor": np.float32(1)}
-    nothing |= {"expert_gating_func": 1} if config.expert_count else {"expert_count": 0}
-    assert read_back(config, **nothing) == config
+    neutral = {"rope__scaling__type": "none", "rope__scaling__factor": np.float32(1)}
+    neutral |= {"expert_gating_func": 1} if config.expert_count else {"expert_count": 0}
+    assert read_back(config, **neutral) == config
     if config.arch not in WINDOWED:
         assert read_back(config, attention__sliding_window=np.uint32(4)) == config
 
@@ -237,8 +237,8 @@ def test_flags_of_experts_that_do_not_fit_are_refused(arch, flags, named):
 
 def test_the_width_of_an_expert_may_follow_from_the_feed_forward():
     config = MODELS["qwen3moe"]
-    found = read_back(config, expert_feed_forward_length=None, feed_forward_length=np.uint32(194))
-    assert found == config
+    actual = read_back(config, expert_feed_forward_length=None, feed_forward_length=np.uint32(194))
+    assert actual == config
     granite = MODELS["granitemoe"]
     assert read_back(granite, attention__scale=None, embedding_scale=None).embedding_scale == 1
     with refused("granitemoe.logit_scale"):
@@ -275,13 +275,13 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def test_missing_surplus_and_misshapen_tensors_are_named(config):
     stack, of = ("_exps", "5, ") if config.arch in MIXTURES else ("", "")
     down = f"blk.1.ffn_down{stack}.weight"
-    for name, shape, found in (
+    for name, shape, message in (
         (f"blk.1.ffn_up{stack}.weight", None, rf"missing blk\.1\.ffn_up{stack}\.weight, surplus none"),
         ("more.weight", (1,), r"missing none, surplus more\.weight"),
         (down, (97, 24), rf"{down} .*\(97, 24\), expected \({of}24, 97\)"),
     ):
         shapes = {key: value for key, value in (shapes_of(config) | {name: shape}).items() if value}
-        with refused(rf"a file: .*{found}"):
+        with refused(rf"a file: .*{message}"):
             config.check_tensors(shapes, "a file")
     with refused(r"missing .* more, surplus none"):
         config.check_tensors({}, "a file")
@@ -289,11 +289,11 @@ def test_missing_surplus_and_misshapen_tensors_are_named(config):
 
 def test_biases_of_one_block_only_are_missed_in_the_others():
     names = [*LLAMA.params(), "blk.0.ffn_up.bias", "blk.0.ffn_gate.bias"]
-    found = config_from_gguf(keys_of(LLAMA), names, "a file")
-    assert found.biases == {"ffn_up", "ffn_gate"}
+    actual = config_from_gguf(keys_of(LLAMA), names, "a file")
+    assert actual.biases == {"ffn_up", "ffn_gate"}
     shapes = shapes_of(LLAMA) | {"blk.0.ffn_up.bias": (97,), "blk.0.ffn_gate.bias": (97,)}
     with refused(r"missing blk\.1\.ffn_gate\.bias, blk\.1\.ffn_up\.bias"):
-        found.check_tensors(shapes, "a file")
+        actual.check_tensors(shapes, "a file")
 
 
 ROPE = "rope_freqs.weight"
@@ -302,16 +302,16 @@ ROPE = "rope_freqs.weight"
 def test_factors_of_frequencies_are_a_constant_of_the_very_bits():
     shapes = shapes_of(LLAMA) | {ROPE: (5,)}
     read = {ROPE: np.array(FACTORS, np.float32)}.__getitem__  # fails for any other tensor
-    found = config_from_gguf(keys_of(LLAMA), shapes, "a file", read)
-    found.check_tensors(shapes, "a file")
-    assert found == replace(LLAMA, rope_factors=FACTORS)
-    assert list(found.constants()) == [ROPE]
-    written = found.constants()[ROPE]
-    assert (written.dtype, written.shape) == (np.float32, (5,))
-    assert written.tobytes() == np.array(FACTORS, np.float32).tobytes()
-    assert ROPE not in found.params()
+    actual = config_from_gguf(keys_of(LLAMA), shapes, "a file", read)
+    actual.check_tensors(shapes, "a file")
+    assert actual == replace(LLAMA, rope_factors=FACTORS)
+    assert list(actual.constants()) == [ROPE]
+    factors = actual.constants()[ROPE]
+    assert (factors.dtype, factors.shape) == (np.float32, (5,))
+    assert factors.tobytes() == np.array(FACTORS, np.float32).tobytes()
+    assert ROPE not in actual.params()
     assert all(config.constants() == {} for config in MODELS.values())
     with refused(ROPE):
-        found.check_tensors(shapes_of(found), "a file")
+        actual.check_tensors(shapes_of(actual), "a file")
     with refused(ROPE):  # no read function is given
         config_from_gguf(keys_of(LLAMA), shapes, "a file")

@@ -69,9 +69,9 @@ def seconds_to_end(command: list[str], out: Path, sign: str, delay: float, way, 
             seconds = time.monotonic() - begun
         finally:
             end(job)
-    said = ranks_said((cwd / "errors").read_text())
-    assert status == 1, said
-    assert [str(out) in line for line in lines_of(said)] == [True], said
+    text = ranks_said((cwd / "errors").read_text())
+    assert status == 1, text
+    assert [str(out) in line for line in lines_of(text)] == [True], text
     assert not [rank for rank, process in running.items() if Path(f"/proc/{process}").exists()]
     if way is replace:
         assert os.listdir(out) == []
@@ -84,16 +84,16 @@ def seconds_to_end(command: list[str], out: Path, sign: str, delay: float, way, 
 @needs_mpiexec
 @pytest.mark.timeout_seconds(900)
 def test_a_run_ends_wherever_its_folder_is_lost(tmp_path, quick):
-    draw, took, texts = random.Random(10), list[float](), write_text(tmp_path)
+    draw, ends, texts = random.Random(10), list[float](), write_text(tmp_path)
     for number in range(QUICK_TRIALS if quick else TRIALS):
         out = tmp_path / f"{number}" / "out"
         sign, longest = draw.choice([(".lock", 2.0), ("metrics.jsonl", 0.5), ("metrics.jsonl", 0.05)])
         command = ["-m", "zero_mpi.train", *MODEL, "--data", *texts, "--steps", "100000", "--keep", "2"]
         command += SAVES[number % len(SAVES)]
         delay, way = draw.random() * longest, WAYS[number % len(WAYS)]
-        took.append(seconds_to_end(command, out, sign, delay, way, tmp_path))
-        print(f"{number:2} {way.__name__:11} {delay:.3f} s after {sign:13} {took[-1]:5.2f} s", flush=True)
-    print(f"{len(took)} runs, the longest end {max(took):.2f} s")
+        ends.append(seconds_to_end(command, out, sign, delay, way, tmp_path))
+        print(f"{number:2} {way.__name__:11} {delay:.3f} s after {sign:13} {ends[-1]:5.2f} s", flush=True)
+    print(f"{len(ends)} runs, the longest end {max(ends):.2f} s")
 
 
 @needs_mpiexec

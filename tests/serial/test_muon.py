@@ -29,19 +29,19 @@ def directed(rule, gradient, momentum, lr=1.0, name="blk.0.w.weight"):
 @pytest.mark.parametrize("coefficients", [muon.KELLER, muon.JIACHENG, muon.KELLER[:3]])
 def test_singular_values_follow_the_polynomial(shape, coefficients):
     x = np.random.default_rng(1).standard_normal(shape)
-    got = Muon(coefficients=coefficients).orthogonal(x.astype(np.float32))
+    actual = Muon(coefficients=coefficients).orthogonal(x.astype(np.float32))
     u, s, vt = np.linalg.svd(x / np.linalg.norm(x), full_matrices=False)
     for a, b, c in coefficients:
         s = a * s + b * s**3 + c * s**5
-    assert np.abs(got - (u * s) @ vt).max() < 2e-5
+    assert np.abs(actual - (u * s) @ vt).max() < 2e-5
 
 
 def test_sizes_of_updates():
     gradient = np.random.default_rng(2).standard_normal((48, 12))
     one = directed(Muon(scale="spectral"), gradient, flat(gradient * 0)) / 2.0
     for scale, factor in (("adamw", 0.2 * np.sqrt(48)), ("keller", 2.0)):
-        got = directed(Muon(scale=scale), gradient, flat(gradient * 0))
-        assert np.allclose(got, factor * one, rtol=1e-5)
+        actual = directed(Muon(scale=scale), gradient, flat(gradient * 0))
+        assert np.allclose(actual, factor * one, rtol=1e-5)
     with pytest.raises(ValueError, match="scale"):
         Muon(scale="none")
     with pytest.raises(ValueError, match="momentum"):
@@ -53,8 +53,8 @@ def test_fused_matrices_and_experts_are_matrices_of_their_own():
     rule = Muon(parts={"*attn_qkv*": (12, 6, 6)})
     fused = directed(rule, gradient, flat(gradient * 0), name="blk.0.attn_qkv.weight")
     for rows in (slice(0, 12), slice(12, 18), slice(18, 24)):
-        alone = directed(Muon(), gradient[rows], flat(gradient[rows] * 0))
-        assert np.allclose(fused[rows], alone, atol=1e-6)
+        single = directed(Muon(), gradient[rows], flat(gradient[rows] * 0))
+        assert np.allclose(fused[rows], single, atol=1e-6)
     experts = directed(Muon(), gradient.reshape(3, 8, 8), flat(gradient * 0))
     assert np.allclose(experts[1], directed(Muon(), gradient[8:16], flat(gradient[:8] * 0)), atol=1e-6)
 
@@ -64,9 +64,9 @@ def test_without_nesterov_the_momentum_alone_counts():
     first, second = rng.standard_normal((2, 8, 8))
     momentum, rule = flat(first * 0), Muon(nesterov=False, momentum=0.5)
     directed(rule, first, momentum)
-    got = directed(rule, second, momentum)
-    want = directed(Muon(momentum=0.0), 0.25 * first + 0.5 * second, flat(first * 0))
-    assert np.allclose(got, want, atol=1e-5)
+    actual = directed(rule, second, momentum)
+    expected = directed(Muon(momentum=0.0), 0.25 * first + 0.5 * second, flat(first * 0))
+    assert np.allclose(actual, expected, atol=1e-5)
 
 
 def test_nothing_is_the_direction_of_nothing():
@@ -94,11 +94,11 @@ def test_owners_share_the_cost_and_own_whole_matrices():
 
 def test_whole_matrices_and_rules_go_together():
     stages = tiny.MODELS["llama"].stages()
-    cut = ShardedModule(stages, SerialComm())
+    module = ShardedModule(stages, SerialComm())
     with pytest.raises(ValueError, match=r"whole=\["):
-        ShardedOptimizer(cut, {"*": AdamW(), "blk.*.weight": Muon()})
+        ShardedOptimizer(module, {"*": AdamW(), "blk.*.weight": Muon()})
     with pytest.raises(ValueError, match="pattern"):
-        ShardedOptimizer(cut, {"blk.*": AdamW()})
+        ShardedOptimizer(module, {"blk.*": AdamW()})
     with pytest.raises(ValueError, match="matches no parameter"):
         ShardedModule(stages, SerialComm(), whole=["blk.7.none"])
     with pytest.raises(ValueError, match="by_rows"):
@@ -113,15 +113,15 @@ def test_a_gradient_that_is_not_finite_leaves_momentum_and_count(monkeypatch):
     optimizer = ShardedOptimizer(module, {"*": AdamW(), **dict.fromkeys(matrices, Muon())}, lr=1e-3)
     accumulator, calls, real = GradAccum(module, 4), [], Muon.direct
 
-    def counted(self, name, *given):
+    def counted(self, name, *arguments):
         calls.append(name)
-        real(self, name, *given)
+        real(self, name, *arguments)
 
     monkeypatch.setattr(Muon, "direct", counted)
     tiny.run_step(module, accumulator, model, 0, 4)
     optimizer.step(max_norm=1.0)
     assert sorted(calls) == sorted(matrices)  # one direction per matrix and step, for any number of rounds
-    kept = {unit: {k: v.copy() for k, v in states.items()} for unit, states in optimizer.states.items()}
+    saved = {unit: {k: v.copy() for k, v in states.items()} for unit, states in optimizer.states.items()}
     tiny.run_step(module, accumulator, model, 1, 4)
     for unit in module.units:
         unit.wait_reduce()
@@ -130,4 +130,4 @@ def test_a_gradient_that_is_not_finite_leaves_momentum_and_count(monkeypatch):
     assert len(calls) == len(matrices)
     for unit, states in optimizer.states.items():
         for name, state in states.items():
-            assert (state == kept[unit][name]).all()
+            assert (state == saved[unit][name]).all()

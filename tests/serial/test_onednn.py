@@ -27,18 +27,18 @@ def drawn(*shape):
     return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32).astype(BF)
 
 
-def assert_near(found, expected):
-    assert found.dtype == expected.dtype
-    a, b = found.astype(np.float32), expected.astype(np.float32)
-    near = 2.0**-7 if found.dtype == BF else 2.0**-18
-    np.testing.assert_allclose(a, b, rtol=near, atol=1e-5)
-    assert found.dtype != BF or np.mean(a != b) < 0.01
+def assert_near(actual, expected):
+    assert actual.dtype == expected.dtype
+    a, b = actual.astype(np.float32), expected.astype(np.float32)
+    tolerance = 2.0**-7 if actual.dtype == BF else 2.0**-18
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=1e-5)
+    assert actual.dtype != BF or np.mean(a != b) < 0.01
 
 
 @pytest.fixture
 def by_library(monkeypatch):
     ops.prepare()
-    monkeypatch.setattr(low_precision, "run_low", lambda *given: pytest.fail("it was widened"))
+    monkeypatch.setattr(low_precision, "run_low", lambda *arguments: pytest.fail("it was widened"))
 
 
 @needs_library
@@ -48,9 +48,9 @@ def test_a_forward_is_what_is_defined(shape, by_library, monkeypatch):
     x, w, b = drawn(batch, length, inputs), drawn(outputs, inputs), drawn(outputs)
     plus = drawn(*shape[:2], outputs)
     cases = [(x, w), (x, w, b), (x, w, None, plus), (x, w, b, plus), (x[:, ::-1], w, b, plus[::-1])]
-    found = [ops.linear(*case) for case in cases]
+    results = [ops.linear(*case) for case in cases]
     monkeypatch.undo()
-    for ours, case in zip(found, cases, strict=True):
+    for ours, case in zip(results, cases, strict=True):
         assert_near(ours, defined.linear(*case))
 
 
@@ -69,9 +69,9 @@ def test_a_backward_is_what_is_defined(shape, kind, by_library, monkeypatch):
         operations.linear_backward_b(dy, db)
         return dx, into, dw, db
 
-    found = all_of(ops)
+    results = all_of(ops)
     monkeypatch.undo()
-    for ours, theirs in zip(found, all_of(defined), strict=True):
+    for ours, theirs in zip(results, all_of(defined), strict=True):
         assert_near(ours, theirs)
 
 
@@ -79,7 +79,7 @@ def test_a_backward_is_what_is_defined(shape, kind, by_library, monkeypatch):
 def test_a_product_that_the_library_has_not_is_computed_all_the_same(monkeypatch):
     x, w, dw = drawn(5, 9), drawn(4, 9), np.ones((4, 9), np.float32)
 
-    def refuses(*given):
+    def refuses(*arguments):
         raise onednn.OneDNNError("not implemented")
 
     monkeypatch.setattr(LIBRARY.own, "products", {})
@@ -100,12 +100,12 @@ def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library,
     x, w, b, targets = drawn(2, 5, 24), drawn(50, 24), drawn(50), np.arange(10).reshape(2, 5) * 4
     dw = np.ones((50, 24), kind)
     loss, dx = ops.linear_cross_entropy(x, w, b, targets, 0.1, dw)
-    alone, nothing = ops.linear_cross_entropy(x, w, b, targets, 0.1, need_dx=False)
+    loss_only, no_dx = ops.linear_cross_entropy(x, w, b, targets, 0.1, need_dx=False)
     monkeypatch.undo()
     expected = np.ones((50, 24), kind)
-    there, slope = defined.linear_cross_entropy(x, w, b, targets, 0.1, expected)
-    assert loss == alone == pytest.approx(there, rel=1e-6)
-    assert nothing is None
+    expected_loss, slope = defined.linear_cross_entropy(x, w, b, targets, 0.1, expected)
+    assert loss == loss_only == pytest.approx(expected_loss, rel=1e-6)
+    assert no_dx is None
     assert (dx.dtype, dw.dtype) == (BF, kind)
     for ours, theirs in ((dx, slope), (dw, expected)):
         a, b = ours.astype(np.float32), theirs.astype(np.float32)
@@ -118,12 +118,12 @@ def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library,
 def test_the_same_product_has_the_same_bits_wherever_it_lies(kind):
     """Results do not depend on addresses, which differ between ranks."""
     x, w = drawn(160, 264).astype(kind), drawn(100, 264).astype(kind)
-    whole = ops.linear(x, w)
+    expected = ops.linear(x, w)
     buffer = np.zeros(x.size + 64, kind)
     for start in (1, 2, 31):
         moved = buffer[start : start + x.size].reshape(x.shape)
         moved[...] = x
-        assert ops.linear(moved, w).tobytes() == whole.tobytes()
+        assert ops.linear(moved, w).tobytes() == expected.tobytes()
 
 
 @needs_library
@@ -139,8 +139,8 @@ def test_large_products_of_float32_are_as_defined(rows):
         (ops.linear_backward_x(dy, w, into), x + reference.linear_backward_x(dy, w)),
         (dw, w + dy.T @ x),
     ]
-    for found, expected in pairs:
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    for actual, expected in pairs:
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
 
 
 @needs_library
@@ -170,12 +170,12 @@ def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, k
         x, dy, plus, into = (drawn(rows, n).astype(kind) for n in (400, 240, 240, 400))
         if number % 3 == 0 and counts[2]:
             x[starts[2]], dy[starts[2]] = np.nan, np.nan
-        found, expected = np.ones((2, 5, 240, 400), np.float32)
+        actual, expected = np.ones((2, 5, 240, 400), np.float32)
         other = into.copy()
-        for version, dw, dx in ((ops, found, into), (defined, expected, other)):
+        for version, dw, dx in ((ops, actual, into), (defined, expected, other)):
             version.grouped_linear_backward_w(dy, x, dw, starts)
             version.grouped_linear_backward_x(dy, w, starts, dx)
-        assert_near(found, expected)
+        assert_near(actual, expected)
         assert_near(into, other)
         assert_near(ops.grouped_linear(x, w, starts, plus), defined.grouped_linear(x, w, starts, plus))
     assert len(LIBRARY.own.products) <= 4 * 10  # far fewer than 60 numbers of rows times 3 kinds
@@ -200,9 +200,9 @@ print([pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == 
 
 @needs_library
 def test_it_takes_as_many_threads_as_the_rank_has():
-    kept = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    variables = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     options = {"capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run([sys.executable, "-c", THREADS], env=kept, **options)
+    done = subprocess.run([sys.executable, "-c", THREADS], env=variables, **options)
     assert done.stdout == "[1]\n", done.stderr
 
 
@@ -231,9 +231,9 @@ NOWHERE = {"ZERO_MPI_DNNL": "/nowhere/libdnnl.so"}
 def test_without_a_library_that_can_results_are_right_and_it_is_known_why(environ, reason):
     options = {"capture_output": True, "text": True, "timeout": 60}
     done = subprocess.run([sys.executable, "-c", PRINTED], env=os.environ | environ, **options)
-    about, results = done.stdout.splitlines()
+    note, results = done.stdout.splitlines()
     x = np.arange(35, dtype=np.float32).reshape(5, 7)
-    assert reason in about
+    assert reason in note
     assert results == str(reference.linear(x, x).astype(BF).astype(np.float32).tolist())
 
 
@@ -252,9 +252,9 @@ def test_a_run_says_once_what_is_slow(precision, environ, expected, tmp_path):
     command = ["-m", "zero_mpi.train", *flags, "--out", str(tmp_path / "out"), "--precision", precision]
     status, printed, errors = run_job(2, command, env={"ZERO_MPI_OPS": "auto", **environ})
     assert status == 0, errors
-    said = [line for line in (printed + errors).splitlines() if "slower than fp32" in line]
-    assert len(said) == (expected is not None), printed
+    lines = [line for line in (printed + errors).splitlines() if "slower than fp32" in line]
+    assert len(lines) == (expected is not None), printed
     if expected:
-        assert re.search(expected, said[0])
+        assert re.search(expected, lines[0])
     # With bf16, a message names oneDNN as the backend or reports that it is missing.
     assert ("oneDNN" in (tmp_path / "out" / "events.jsonl").read_text() + printed) == (precision == "bf16")

@@ -56,8 +56,8 @@ def check_slope(f: Callable[..., float], inputs: list[np.ndarray], gradients: li
     assert sum(terms) == pytest.approx((8 * near - far) / (12 * STEP), rel=1e-8, abs=bound)
 
 
-def close(found: np.ndarray, expected: object, atol: float = 1e-13) -> None:
-    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=atol)
+def close(actual: np.ndarray, expected: object, atol: float = 1e-13) -> None:
+    np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=atol)
 
 
 def test_every_operation_has_a_test():
@@ -69,12 +69,12 @@ def test_a_block_is_a_scale_and_what_it_scales():
     """A block of Q8_0 is a float16 scale and 32 one-byte integers. test_dequantize tests the other types."""
     blocks = np.zeros(5, [("scale", "<f2"), ("whole", "i1", 32)])
     blocks["scale"], blocks["whole"] = numbers(5), (40 * numbers(5, 32)).astype("i1")
-    raw, found = blocks.view(np.uint8), np.zeros(5 * 32, np.float32)
+    raw, values = blocks.view(np.uint8), np.zeros(5 * 32, np.float32)
     with unchanged(raw):
-        ops.dequantize(raw, "Q8_0", found)
+        ops.dequantize(raw, "Q8_0", values)
     for block, place in np.ndindex(5, 32):
         expected = float(blocks["scale"][block]) * int(blocks["whole"][block, place])
-        assert found[32 * block + place] == expected  # exact in float32: a product of 11 and 7 bits
+        assert values[32 * block + place] == expected  # exact in float32: a product of 11 and 7 bits
 
 
 @shows("add")
@@ -89,9 +89,9 @@ def test_sums():
 def test_multiples():
     x, y = numbers(3, 7), numbers(3, 7, seed=1)
     with unchanged(x, y):
-        alone, onto = ops.scale(x, 0.3), ops.scale(x, 0.3, y)
-    assert np.array_equal(alone, [[0.3 * value for value in row] for row in x])
-    close(onto, alone + y)
+        multiple, total = ops.scale(x, 0.3), ops.scale(x, 0.3, y)
+    assert np.array_equal(multiple, [[0.3 * value for value in row] for row in x])
+    close(total, multiple + y)
     assert ops.scale(x.astype(np.float32), 0.3, y.astype(np.float32)).dtype == np.float32
 
 
@@ -278,9 +278,9 @@ def test_rope_turns_pairs_as_complex_numbers(interleaved):
         y = ops.rope(x, cos, sin, interleaved)
     for b, t, h, j in np.ndindex(2, 5, 3, 3):
         first, second = (2 * j, 2 * j + 1) if interleaved else (j, j + 3)
-        turned = complex(x[b, t, h, first], x[b, t, h, second]) * cmath.exp(1j * angle[t, j])
-        found = complex(y[b, t, h, first], y[b, t, h, second])
-        assert cmath.isclose(found, turned, rel_tol=1e-12)
+        expected = complex(x[b, t, h, first], x[b, t, h, second]) * cmath.exp(1j * angle[t, j])
+        actual = complex(y[b, t, h, first], y[b, t, h, second])
+        assert cmath.isclose(actual, expected, rel_tol=1e-12)
 
 
 SHAPES = [  # B, T queries, S keys, H heads, K key/value heads, widths D of keys and E of values
@@ -397,10 +397,10 @@ def test_linear_cross_entropy_is_the_product_and_the_loss(monkeypatch, rows_of_a
 def test_linear_cross_entropy_leaves_out_what_is_not_wanted():
     x, w, targets = numbers(6, 7), numbers(5, 7, seed=1), np.arange(6) % 5
     loss, dx = ops.linear_cross_entropy(x, w, None, targets, 0.3, numbers(5, 7), numbers(5))
-    again, nothing = ops.linear_cross_entropy(x, w, None, targets, 0.3, need_dx=False)
+    loss_only, no_dx = ops.linear_cross_entropy(x, w, None, targets, 0.3, need_dx=False)
     frozen = ops.linear_cross_entropy(x, w, None, targets, 0.3)
-    assert nothing is None
-    assert loss == again == frozen[0]
+    assert no_dx is None
+    assert loss == loss_only == frozen[0]
     assert np.array_equal(frozen[1], dx)
 
 
@@ -442,15 +442,15 @@ def test_adamw_is_the_papers_update():
     ],
 )
 def test_adamw_bits_do_not_depend_on_how_the_arrays_are_cut(size, cuts):
-    whole, pieces = flat_state(size), flat_state(size)
-    ops.adamw(*whole, **SETTINGS)
+    full, pieces = flat_state(size), flat_state(size)
+    ops.adamw(*full, **SETTINGS)
     for start, stop in zip([0, *cuts], [*cuts, size], strict=True):
         ops.adamw(*(array[start:stop] for array in pieces), **SETTINGS)
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(whole, pieces, strict=True))
-    assert all(a.dtype == np.float32 for a in whole)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(full, pieces, strict=True))
+    assert all(a.dtype == np.float32 for a in full)
     expected = adamw_by_formula(*(array.astype(np.float64) for array in flat_state(size)))
-    for found, wanted in zip((whole[0], *whole[2:]), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * np.abs(wanted).max(initial=0))
+    for actual, exact in zip((full[0], *full[2:]), expected, strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=0, atol=1e-6 * np.abs(exact).max(initial=0))
 
 
 @shows("moving_average")
@@ -459,14 +459,14 @@ def test_adamw_bits_do_not_depend_on_how_the_arrays_are_cut(size, cuts):
 )
 def test_a_moving_average_is_its_formula_wherever_it_is_cut(size, cuts):
     e, p = (numbers(size, seed=seed).astype(np.float32) for seed in (1, 2))
-    whole, pieces = e.copy(), e.copy()
+    full, pieces = e.copy(), e.copy()
     with unchanged(p):
-        ops.moving_average(whole, p, 0.99)
+        ops.moving_average(full, p, 0.99)
     for start, stop in zip([0, *cuts], [*cuts, size], strict=True):
         ops.moving_average(pieces[start:stop], p[start:stop], 0.99)
-    assert whole.tobytes() == pieces.tobytes()
+    assert full.tobytes() == pieces.tobytes()
     expected = np.float32(0.99) * e + np.float32(1 - 0.99) * p
-    assert whole.tobytes() == expected.tobytes(), "a product or sum is not rounded once"
+    assert full.tobytes() == expected.tobytes(), "a product or sum is not rounded once"
 
 
 @shows("chunk_squares")
@@ -484,10 +484,10 @@ def test_chunk_squares_are_sums_of_squares_in_float64(chunk):
 @pytest.mark.parametrize(("chunk", "count"), [(1, 70001), (3, 25001), (97, 701), (1024, 150), (10007, 9)])
 def test_chunk_squares_do_not_depend_on_how_the_array_is_cut(chunk, count):
     g = numbers(count * chunk).astype(np.float32)
-    whole = ops.chunk_squares(g, chunk)
+    full = ops.chunk_squares(g, chunk)
     for cuts in ([1], [count // 2], [count - 1], [1, 2, count // 3, count - 2]):
         edges = [0, *cuts, count]
         parts = [g[a * chunk : b * chunk] for a, b in itertools.pairwise(edges)]
         # Copies have other addresses, like slices of other buffers.
-        found = np.concatenate([ops.chunk_squares(part.copy(), chunk) for part in parts])
-        assert found.tobytes() == whole.tobytes()
+        joined = np.concatenate([ops.chunk_squares(part.copy(), chunk) for part in parts])
+        assert joined.tobytes() == full.tobytes()

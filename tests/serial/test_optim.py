@@ -45,11 +45,11 @@ def accumulate_gradients(module: ShardedModule, number: int) -> None:
 
 
 def gradients(module: ShardedModule) -> dict[str, np.ndarray]:
-    found = {}
+    views = {}
     for unit in module.units:
         if unit.unit.trainable:
-            found |= unit.unit.views(unit.gradient.sum)
-    return {name: found[name].astype(np.float64) for name in module.params if name in found}
+            views |= unit.unit.views(unit.gradient.sum)
+    return {name: views[name].astype(np.float64) for name in module.params if name in views}
 
 
 def norm_of(arrays: dict[str, np.ndarray]) -> float:
@@ -77,26 +77,26 @@ class PlainAdamW:
             self.p[name] -= lr * (m_hat / (np.sqrt(v_hat) + self.eps) + decay * self.p[name])
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
     for name, array in expected.items():
         bound = 1e-6 * np.abs(array).max()
-        np.testing.assert_allclose(found[name], array, rtol=0, atol=bound, err_msg=name)
+        np.testing.assert_allclose(actual[name], array, rtol=0, atol=bound, err_msg=name)
 
 
 def moments(optimizer: ShardedAdamW) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     first, second = {}, {}
     for unit in optimizer.units:
-        held = optimizer.states[unit.name]
-        first |= unit.unit.views(held["adam.first_moments"])
-        second |= unit.unit.views(held["adam.second_moments"])
+        states = optimizer.states[unit.name]
+        first |= unit.unit.views(states["adam.first_moments"])
+        second |= unit.unit.views(states["adam.second_moments"])
     return first, second
 
 
 def state_bytes(optimizer: ShardedAdamW) -> list[bytes]:
     arrays = [*optimizer.module.state_dict().values()]
-    for held in optimizer.states.values():
-        arrays += held.values()
+    for states in optimizer.states.values():
+        arrays += states.values()
     return [array.tobytes() for array in arrays]
 
 
@@ -213,16 +213,16 @@ def draw(name="a.weight", param=LARGE, seed=1, start=0, stop=None):
 
 
 def test_initial_values_differ_by_name_and_by_seed_and_repeat_nothing():
-    whole = draw()
+    full = draw()
     others = [draw(name="b.weight"), draw(seed=2), draw(name="a.weight.")]
-    others += [whole[DRAW_BLOCK:], whole[2 * DRAW_BLOCK :]]  # each block has a separate random stream
+    others += [full[DRAW_BLOCK:], full[2 * DRAW_BLOCK :]]  # each block has a separate random stream
     for other in others:
-        a, b = whole[: other.size], other
+        a, b = full[: other.size], other
         assert np.mean(a == b) < 1e-3
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(other.size)
-    assert draw().tobytes() == draw(param=Param((DRAW_BLOCK, 3), std=0.05)).tobytes() == whole.tobytes()
+    assert draw().tobytes() == draw(param=Param((DRAW_BLOCK, 3), std=0.05)).tobytes() == full.tobytes()
     # Blocks that were cut from one random stream could overlap and share numbers.
-    assert np.unique(whole).size > 0.95 * 3 * DRAW_BLOCK  # one number in a hundred occurs twice by chance
+    assert np.unique(full).size > 0.95 * 3 * DRAW_BLOCK  # one number in a hundred occurs twice by chance
 
 
 def test_initial_values_are_normal_with_the_std_asked_for():

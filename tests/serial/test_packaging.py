@@ -46,8 +46,8 @@ def test_the_newest_release_is_dated_alike():
 
 def test_dependencies_of_spack():
     depends = r'depends_on\("py-([\w-]+)@([\d.]+):", type=\("build", "run"\)\)'
-    found = dict(re.findall(depends, SPACK.read_text()))
-    assert found == FLOORS
+    floors = dict(re.findall(depends, SPACK.read_text()))
+    assert floors == FLOORS
     assert f'depends_on("python@{PYTHON}:"' in SPACK.read_text()
     extras = PROJECT["optional-dependencies"]
     for name, floor, variant in re.findall(r'"py-(\w+)@([\d.]+):".*when="\+(\w+)"', SPACK.read_text()):
@@ -58,24 +58,24 @@ def test_dependencies_of_conda():
     text = (PACKAGING / "conda/recipe.yaml").read_text()
     assert f"- zero-mpi = {PROJECT['scripts']['zero-mpi']}\n" in text
     run = text.partition("  run:\n")[2].partition("\n\n")[0]
-    found = dict(re.findall(r"- ([\w-]+) >=([\d.]+)", run))
-    assert found == {CONDA.get(name, name): floor for name, floor in FLOORS.items()} | {"python": PYTHON}
+    floors = dict(re.findall(r"- ([\w-]+) >=([\d.]+)", run))
+    assert floors == {CONDA.get(name, name): floor for name, floor in FLOORS.items()} | {"python": PYTHON}
 
 
 def test_dependencies_of_easybuild():
     text = next((PACKAGING / "easybuild").glob("*.eb")).read_text()
-    found = dict(re.findall(r"\('([\w-]+)', '([\d.]+)'", text))
+    versions = dict(re.findall(r"\('([\w-]+)', '([\d.]+)'", text))
     for name, floor in FLOORS.items():
         if name in BUNDLED:
-            assert BUNDLED[name] in found
+            assert BUNDLED[name] in versions
         elif name == "numpy":
-            assert found[EASYBUILD[name]] >= "2025"  # the first bundles with NumPy 2
+            assert versions[EASYBUILD[name]] >= "2025"  # the first bundles with NumPy 2
         else:
-            assert numbers(found[EASYBUILD.get(name, name)]) >= numbers(floor), name
-    assert numbers(found["Python"]) >= numbers(PYTHON)
+            assert numbers(versions[EASYBUILD.get(name, name)]) >= numbers(floor), name
+    assert numbers(versions["Python"]) >= numbers(PYTHON)
 
 
 @pytest.mark.parametrize("name", ["tcl/zero-mpi", "lua/zero-mpi"])
 def test_a_module_is_named_by_its_version(name):
-    found = [path.name.removesuffix(".lua") for path in (PACKAGING / "modulefiles" / name).iterdir()]
-    assert found == [zero_mpi.__version__]
+    versions = [path.name.removesuffix(".lua") for path in (PACKAGING / "modulefiles" / name).iterdir()]
+    assert versions == [zero_mpi.__version__]

@@ -81,11 +81,11 @@ def test_losses_and_gradients_are_those_of_each_document_alone(name, recompute):
     module.zero_gradients()
     parts = documents(begins)
     accumulator = GradAccum(module, len(parts))
-    alone = sum(accumulator.accumulate(ids[part], CrossEntropy(targets[part], scale)) for part in parts)
-    assert loss == pytest.approx(alone, rel=1e-6)
+    total = sum(accumulator.accumulate(ids[part], CrossEntropy(targets[part], scale)) for part in parts)
+    assert loss == pytest.approx(total, rel=1e-6)
     for unit, expected in gradients(module).items():
         np.testing.assert_allclose(packed[unit], expected, rtol=0, atol=1e-6 * max(1, abs(expected).max()))
-    assert module.evaluate(Packed(ids, begins), targets, scale) == pytest.approx(alone, rel=1e-6)
+    assert module.evaluate(Packed(ids, begins), targets, scale) == pytest.approx(total, rel=1e-6)
 
 
 SHAPES = [(150, 4, 2, 8, 6), (50, 3, 1, 8, 8), (129, 2, 2, 5, 3), (300, 4, 4, 16, 16)]  # T, H, K, D, E
@@ -103,16 +103,16 @@ def test_attention_is_that_of_each_document_alone(monkeypatch, shape, kind, keep
     q, k, v, dy = (rng.standard_normal((3, length, *size)).astype(kind) for size in sizes)
     rows = (0,), (0, 5, 6, length // 2), range(length)
     begins = np.concatenate([begins_of(cuts, 1, length) for cuts in rows])
-    y, kept = ops.causal_attention(q, k, v, 0.4, begins)
-    found = y, *ops.causal_attention_backward(dy, q, k, v, kept, 0.4)
+    y, stats = ops.causal_attention(q, k, v, 0.4, begins)
+    results = y, *ops.causal_attention_backward(dy, q, k, v, stats, 0.4)
     exact = [x.astype(np.float64) for x in (q, k, v, dy)]
     tolerance = {8: 1e-12, 4: 5e-6, 2: 0.05}[np.dtype(kind).itemsize]
     for part in documents(begins):
-        own = [x[part] for x in exact]
-        expected, p = reference.causal_attention(*own[:3], 0.4)
-        wanted = expected, *reference.causal_attention_backward(own[3], *own[:3], p, 0.4)
-        for ours, want in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(ours[part].astype(np.float64), want, rtol=0, atol=tolerance)
+        arrays = [x[part] for x in exact]
+        expected, p = reference.causal_attention(*arrays[:3], 0.4)
+        truths = expected, *reference.causal_attention_backward(arrays[3], *arrays[:3], p, 0.4)
+        for ours, truth in zip(results, truths, strict=True):
+            np.testing.assert_allclose(ours[part].astype(np.float64), truth, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -130,12 +130,12 @@ def test_a_window_is_what_a_position_sees(monkeypatch, kind, keep):
         begins = begins_of(cuts, 2, length)
         first = np.maximum(begins, np.arange(length) - window + 1)
         expected, p = reference.causal_attention(*exact[:3], 0.4, first)
-        wanted = expected, *reference.causal_attention_backward(exact[3], *exact[:3], p, 0.4)
+        truths = expected, *reference.causal_attention_backward(exact[3], *exact[:3], p, 0.4)
         p = StageWeights({}, BatchContext(documents_of(begins) if len(cuts) > 1 else None))
         y, saved = layer.forward(p, (q, k, v))
-        found = y, *layer.backward(p, saved, dy, {})
-        for own, want in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(own.astype(np.float64), want, rtol=0, atol=tolerance)
+        results = y, *layer.backward(p, saved, dy, {})
+        for ours, truth in zip(results, truths, strict=True):
+            np.testing.assert_allclose(ours.astype(np.float64), truth, rtol=0, atol=tolerance)
     cache = Cache()
     for start, stop in ((0, 150), (150, 151), (151, 300)):
         y = layer.infer({}, tuple(x[:, start:stop] for x in (q, k, v)), cache)
@@ -152,11 +152,11 @@ def test_a_target_that_does_not_count_has_no_loss_and_no_gradient(kind):
     targets[:, ::3] = UNCOUNTED
     counts, dw, expected = targets != UNCOUNTED, np.zeros(w.shape, kind), np.zeros(w.shape, kind)
     loss, dx = ops.linear_cross_entropy(x, w, None, targets, 0.1, dw)
-    alone, own = ops.linear_cross_entropy(x[counts], w, None, targets[counts], 0.1, expected)
+    expected_loss, expected_dx = ops.linear_cross_entropy(x[counts], w, None, targets[counts], 0.1, expected)
     close = {8: 1e-12, 4: 1e-5, 2: 0.05}[np.dtype(kind).itemsize]
-    assert loss == pytest.approx(alone, rel=close)
+    assert loss == pytest.approx(expected_loss, rel=close)
     assert not dx[~counts].any()
-    np.testing.assert_allclose(np.float64(dx[counts]), np.float64(own), atol=close)
+    np.testing.assert_allclose(np.float64(dx[counts]), np.float64(expected_dx), atol=close)
     np.testing.assert_allclose(np.float64(dw), np.float64(expected), atol=close)
     logits = rng.standard_normal((2, 9, 11)).astype(kind)
     loss, dlogits = ops.cross_entropy(logits, targets, 0.1)

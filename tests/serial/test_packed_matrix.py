@@ -30,8 +30,8 @@ def test_products_are_those_of_the_values(name, rows):
         draw.standard_normal(ROWS, np.float32),
     )
     plus = draw.standard_normal((1, rows, ROWS), np.float32)
-    wanted = x.astype(np.float64) @ values.T.astype(np.float64) + b + plus
-    assert np.abs(matrix.linear(x, b, plus) - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    expected = x.astype(np.float64) @ values.T.astype(np.float64) + b + plus
+    assert np.abs(matrix.linear(x, b, plus) - expected).max() <= 1e-6 * np.abs(expected).max()
     part = slice(8, 40)
     assert np.array_equal(matrix[part].linear(x), matrix.linear(x)[..., part])
 

@@ -87,9 +87,9 @@ def test_many_documents_fill_their_windows():
     windows = PackedWindows(stream, 1024)
     assert windows.filled > 0.99
     assert windows.about().endswith(f"in {len(windows):,} windows, 99 % full")
-    again = PackedWindows(Stream(stream.ids.copy(), stream.ends.copy()), 1024)
-    every = range(0, len(windows), 97)
-    assert windows.batch(every).begins.tobytes() == again.batch(every).begins.tobytes()
+    twin = PackedWindows(Stream(stream.ids.copy(), stream.ends.copy()), 1024)
+    numbers = range(0, len(windows), 97)
+    assert windows.batch(numbers).begins.tobytes() == twin.batch(numbers).begins.tobytes()
 
 
 def test_a_window_is_filled_up_with_what_does_not_count():

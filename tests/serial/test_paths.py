@@ -84,16 +84,16 @@ def places(tmp_path_factory):
 def cases_of(commands, apart=1):
     """Return each command's arguments for every path, or for every `apart`-th path in turn."""
     return {
-        f"{name}: {what}": [place if word == "PATH" else word for word in command]
+        f"{name}: {label}": [place if word == "PATH" else word for word in command]
         for number, (name, command) in enumerate(commands.items())
-        for turn, (what, place) in enumerate(PLACES.items(), number)
-        if turn % apart == 0 and f"{name}: {what}" not in REPLACED
+        for turn, (label, place) in enumerate(PLACES.items(), number)
+        if turn % apart == 0 and f"{name}: {label}" not in REPLACED
     }
 
 
 def run_all(cases, folder):
-    got = {"capture_output": True, "text": True, "cwd": folder, "env": clean_environment(), "timeout": 300}
-    done = subprocess.run([sys.executable, OBEDIENT], input=json.dumps(cases), **got)
+    opts = {"capture_output": True, "text": True, "cwd": folder, "env": clean_environment(), "timeout": 300}
+    done = subprocess.run([sys.executable, OBEDIENT], input=json.dumps(cases), **opts)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -102,10 +102,10 @@ def run_all(cases, folder):
 @pytest.mark.timeout_seconds(180)
 @pytest.mark.parametrize("commands", [READ, WRITE], ids=["read", "write"])
 def test_one_line_and_status_2_wherever_the_system_says_no(commands, places, quick):
-    found = run_all(cases_of(commands, apart=3 if quick else 1), places)
+    results = run_all(cases_of(commands, apart=3 if quick else 1), places)
     wrong = {
-        name: said
-        for name, said in found.items()
-        if said[:2] != [2, ""] or not re.fullmatch(r"zero_mpi \w+: error: [^\n]{20,400}\n", said[2])
+        name: result
+        for name, result in results.items()
+        if result[:2] != [2, ""] or not re.fullmatch(r"zero_mpi \w+: error: [^\n]{20,400}\n", result[2])
     }
     assert wrong == {}

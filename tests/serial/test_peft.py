@@ -56,16 +56,16 @@ def test_the_folder_s_products_are_the_adapter_in_hugging_face_s_terms(both, tmp
 def test_the_way_back_has_the_same_bits(both, tmp_path):
     model, weights, base, adapter, folder = both
     export(folder, tmp_path / "back.gguf", "--base", base)
-    there, back = GGUFFile.open(adapter), GGUFFile.open(tmp_path / "back.gguf")
+    original, back = GGUFFile.open(adapter), GGUFFile.open(tmp_path / "back.gguf")
     start = open_adapter(folder, model)
-    assert set(back.tensors) == set(there.tensors) == set(start.tensors)
-    for name in there.tensors:
+    assert set(back.tensors) == set(original.tensors) == set(start.tensors)
+    for name in original.tensors:
         assert np.array_equal(back.tensor(name), weights[name])
         assert np.array_equal(start.tensor(name), weights[name])
         for begin, end in ((0, 1), (3, weights[name].size - 1)):
             assert np.array_equal(start.read(name, begin, end), weights[name].reshape(-1)[begin:end])
-    own, theirs = open_merged(base, adapter), open_merged(base, folder)
-    assert all(np.array_equal(own.tensor(name), theirs.tensor(name)) for name in own.tensors)
+    ours, theirs = open_merged(base, adapter), open_merged(base, folder)
+    assert all(np.array_equal(ours.tensor(name), theirs.tensor(name)) for name in ours.tensors)
 
 
 def test_half_precision_and_the_same_name_twice(tmp_path):
@@ -74,10 +74,10 @@ def test_half_precision_and_the_same_name_twice(tmp_path):
     with pytest.raises(UsageError, match="--force"):
         export(adapter, tmp_path / "peft", "--base", base)
     export(adapter, tmp_path / "peft", "--base", base, "--type", "f16", "--force")
-    found, expected = (
-        open_merged(base, each).tensor("blk.1.ffn_up.weight") for each in (tmp_path / "peft", adapter)
+    actual, expected = (
+        open_merged(base, path).tensor("blk.1.ffn_up.weight") for path in (tmp_path / "peft", adapter)
     )
-    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-3)
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +99,9 @@ def changed(made, folder, settings):
 def test_rslora_divides_by_the_root_of_the_rank(made, tmp_path):
     base, adapter, _ = made
     folder = changed(made, tmp_path / "peft", {"use_rslora": True, "lora_alpha": 8 / 2**0.5})
-    own, theirs = open_merged(base, adapter), open_merged(base, folder)
-    for name in own.tensors:
-        np.testing.assert_allclose(theirs.tensor(name), own.tensor(name), rtol=0, atol=1e-6)
+    ours, theirs = open_merged(base, adapter), open_merged(base, folder)
+    for name in ours.tensors:
+        np.testing.assert_allclose(theirs.tensor(name), ours.tensor(name), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -126,13 +126,13 @@ def test_other_tensors_and_missing_files_are_refused(made, tmp_path):
     file, factors = folder / "adapter_model.safetensors", load_file(made[2] / "adapter_model.safetensors")
     prefix, q = "base_model.model.", "model.layers.0.self_attn.q_proj.lora_B.weight"
     matrix = factors[prefix + q]
-    for other, array, said in (
+    for other, array, message in (
         ("lm_head.weight", matrix, "expected base_model.model.LAYER.lora_A"),
         ("model.layers.0.mlp.experts.lora_A.weight", matrix, "is not one of"),
         (q, matrix[:-1], "expected rows of the 4 heads of the base, found 23"),
     ):
         save_file(factors | {prefix + other: array}, file)
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             open_merged(made[0], folder)
     file.unlink()
     with pytest.raises(UsageError, match=r"expected adapter_model\.safetensors .*adapter_config\.json"):

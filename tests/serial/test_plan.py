@@ -51,10 +51,10 @@ def recycled_bytes(case, monkeypatch):
             make_step(objective_of(case, module), accumulator, optimizer)
         return arrays.RECYCLED.nbytes
     shape = (case.micro_batch, case.context + 1)
-    drawn = np.random.default_rng(0).integers(case.model.vocab_size, size=shape)
+    tokens = np.random.default_rng(0).integers(case.model.vocab_size, size=shape)
     for _ in range(2):
         for _ in range(case.rounds.micro_batches):
-            accumulator.accumulate(drawn[:, :-1], CrossEntropy(drawn[:, 1:], 1.0 / case.tokens))
+            accumulator.accumulate(tokens[:, :-1], CrossEntropy(tokens[:, 1:], 1.0 / case.tokens))
         accumulator.total_loss()
         optimizer.step(max_norm=1.0)
     return arrays.RECYCLED.nbytes
@@ -189,17 +189,17 @@ def test_a_doctor_s_rates_are_taken(tmp_path):
         "node": {"alpha_seconds": 1e-6, "beta_seconds_per_byte": 1e-10},
         "between": {"alpha_seconds": 5e-5, "beta_seconds_per_byte": 8e-9},
     }
-    found = {"links": links, "flops_per_second_per_rank": 7e10, "memory_bytes_per_rank": 1 << 25, "ranks": 4}
-    (tmp_path / "doctor.json").write_text(json.dumps(found))
+    rates = {"links": links, "flops_per_second_per_rank": 7e10, "memory_bytes_per_rank": 1 << 25, "ranks": 4}
+    (tmp_path / "doctor.json").write_text(json.dumps(rates))
     flags = [*TINY, "--doctor", tmp_path / "doctor.json", "--strategy", "no-shard"]
     machine = planned(*flags, folder=tmp_path)["machine"]
     assert machine["node"] == {"alpha": 1e-6, "beta": 1e-10}
     assert machine["between"] == {"alpha": 5e-5, "beta": 8e-9}
     assert (machine["flops"], machine["memory"]) == (7e10, 1 << 25)
     for rate, precision, expected in [(3e11, "bf16", 3e11), (3e11, "fp32", 7e10), (0, "bf16", 7e10)]:
-        known = found | {"bf16_flops_per_second_per_rank": rate}
-        del known["memory_bytes_per_rank"]  # skips the slow search for a model
-        (tmp_path / "doctor.json").write_text(json.dumps(known))
+        extended = rates | {"bf16_flops_per_second_per_rank": rate}
+        del extended["memory_bytes_per_rank"]  # skips the slow search for a model
+        (tmp_path / "doctor.json").write_text(json.dumps(extended))
         flags = [*TINY, "--doctor", tmp_path / "doctor.json", "--precision", precision]
         assert planned(*flags, folder=tmp_path)["machine"]["flops"] == expected
 

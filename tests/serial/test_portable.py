@@ -28,10 +28,10 @@ fitting = pytest.mark.skipif(
 )
 
 
-def ulps(found, exact):
+def ulps(actual, exact):
     """Return the largest error in units of the last place; `exact` has more bits than float64."""
-    place = np.spacing(np.abs(exact.astype(found.dtype))).astype(np.longdouble)
-    return float((np.abs(found.astype(np.longdouble) - exact) / place).max())
+    place = np.spacing(np.abs(exact.astype(actual.dtype))).astype(np.longdouble)
+    return float((np.abs(actual.astype(np.longdouble) - exact) / place).max())
 
 
 def many_positive():
@@ -58,10 +58,10 @@ def test_exponentials_are_right_to_two_places():
 def test_cosines_and_sines_are_right_over_long_contexts():
     draw = np.random.default_rng(2)
     x = np.concatenate([draw.uniform(-10, 10, 50000), draw.uniform(-1e6, 1e6, 50000), np.arange(1e5)])
-    for own, library in ((elementary.sine_of_array, np.sin), (elementary.cosine_of_array, np.cos)):
+    for function, library in ((elementary.sine_of_array, np.sin), (elementary.cosine_of_array, np.cos)):
         exact = library(x.astype(np.longdouble))
-        assert np.abs(own(x) - exact).max() < 2.0**-52
-        assert (own(x).astype(np.float32) == exact.astype(np.float32)).mean() > 0.9999
+        assert np.abs(function(x) - exact).max() < 2.0**-52
+        assert (function(x).astype(np.float32) == exact.astype(np.float32)).mean() > 0.9999
     assert elementary.cosine_of_number(0.0) == 1.0
     assert (elementary.sine_of_array(np.zeros(1)) == 0).all()
     with pytest.raises(AssertionError, match="a larger angle"):
@@ -70,36 +70,36 @@ def test_cosines_and_sines_are_right_over_long_contexts():
 
 def test_powers_are_rounded_once():
     exponents = -np.arange(0, 64, 2) / 64
-    found = elementary.power_by_decimal(10000.0, exponents)
-    assert ulps(found, np.longdouble(10000) ** exponents.astype(np.longdouble)) < 0.51
+    powers = elementary.power_by_decimal(10000.0, exponents)
+    assert ulps(powers, np.longdouble(10000) ** exponents.astype(np.longdouble)) < 0.51
     assert elementary.power_by_decimal(0.5, 3) == 0.125
     for x, y, expected in ((0.0, 3, 0.0), (0.0, 0, 1.0), (0.9, 0, 1.0), (0.999, 10**7, 0.0)):
         assert elementary.power_by_decimal(x, y) == expected
 
 
 def test_normal_numbers_are_normal():
-    drawn = elementary.normals_by_turns(np.random.Generator(np.random.Philox(key=3)), 1 << 18)
-    assert drawn.dtype == np.float32
-    assert np.isfinite(drawn).all()
-    moments = [float((drawn.astype(np.float64) ** n).mean()) for n in (1, 2, 3, 4)]
+    draws = elementary.normals_by_turns(np.random.Generator(np.random.Philox(key=3)), 1 << 18)
+    assert draws.dtype == np.float32
+    assert np.isfinite(draws).all()
+    moments = [float((draws.astype(np.float64) ** n).mean()) for n in (1, 2, 3, 4)]
     np.testing.assert_allclose(moments, [0, 1, 0, 3], atol=0.03)
-    assert 4.2 < np.abs(drawn).max() < 6.5
-    assert abs(float((drawn[::2] * drawn[1::2]).mean())) < 0.01  # the two numbers of a pair are uncorrelated
+    assert 4.2 < np.abs(draws).max() < 6.5
+    assert abs(float((draws[::2] * draws[1::2]).mean())) < 0.01  # the two numbers of a pair are uncorrelated
 
 
 @pytest.mark.timeout_seconds(300)
 def test_functions_of_kernels_are_right_and_pass_on_what_is_not_finite():
     jit = pytest.importorskip("zero_mpi.ops.cpu.jit")
     x = many_positive()[::7]
-    found = np.array([jit.portable_log(each) for each in x])
-    assert ulps(found, np.log(x.astype(np.longdouble))) < 1
+    actual = np.array([jit.portable_log(value) for value in x])
+    assert ulps(actual, np.log(x.astype(np.longdouble))) < 1
     single = x[(x > 1e-44) & (x < 3e38)].astype(np.float32)
-    found = np.array([jit.portable_log_single(each) for each in single], np.float32)
-    assert ulps(found, np.log(single.astype(np.longdouble))) < 0.51
+    actual = np.array([jit.portable_log_single(value) for value in single], np.float32)
+    assert ulps(actual, np.log(single.astype(np.longdouble))) < 0.51
     odd = [np.inf, np.nan, 0.0, -0.0, -1.0, -np.inf]
     expected = [np.inf, np.nan, -np.inf, -np.inf, np.nan, np.nan]
     for log in (jit.portable_log, jit.portable_log_single):
-        np.testing.assert_array_equal([log(np.float32(each)) for each in odd], np.array(expected))
+        np.testing.assert_array_equal([log(np.float32(value)) for value in odd], np.array(expected))
 
 
 @pytest.mark.timeout_seconds(300)
@@ -150,9 +150,9 @@ CHOSEN = {"ops/cpu/jit.py: np.log"}
 def test_what_trains_takes_no_function_from_a_library():
     places = [PACKAGE / name for name in OF_TRAINING]
     files = [path for place in places for path in (place.rglob("*.py") if place.is_dir() else [place])]
-    found = [text for path in files for text in of_libraries(path)]
-    found = [text for text in found if f"{text.split(':')[0]}: {text.split()[-1]}" not in CHOSEN]
-    assert not found, "use ops.elementary; in kernels, use ops.cpu.jit"
+    calls = [text for path in files for text in of_libraries(path)]
+    calls = [text for text in calls if f"{text.split(':')[0]}: {text.split()[-1]}" not in CHOSEN]
+    assert not calls, "use ops.elementary; in kernels, use ops.cpu.jit"
 
 
 def test_other_processors_are_refused():
@@ -191,9 +191,9 @@ def digests(*names, **variables):
 @pytest.mark.timeout_seconds(300)
 def test_neither_variables_nor_the_c_library_move_a_bit():
     names = "gpt2", "gemma3"
-    here = digests(*names)
-    assert [line.split()[0] for line in here] == ["functions", *names, "trial"]
-    assert digests(*names, **OTHER_HOST) == here
+    lines = digests(*names)
+    assert [line.split()[0] for line in lines] == ["functions", *names, "trial"]
+    assert digests(*names, **OTHER_HOST) == lines
 
 
 @needs_mpiexec
@@ -202,7 +202,7 @@ def test_neither_variables_nor_the_c_library_move_a_bit():
 def test_unlike_hosts_train_together_and_a_resume_keeps_the_bits(tmp_path):
     (tmp_path / "run.toml").write_text('bits = "portable"\n')
     flags = [*FLAGS, "--data", *write_text(tmp_path), "--out", "out"]
-    here, there = ([*RUN, *flags, *said] for said in (("--bits", "portable"), ("--config", "run.toml")))
+    here, there = ([*RUN, *flags, *choice] for choice in (("--bits", "portable"), ("--config", "run.toml")))
     other = ["env", *(f"{name}={value}" for name, value in OTHER_HOST.items()), *there]
     command = [*launcher(), "-n", "1", *here, ":", "-n", "1", *other]
     status, printed, errors = run_command(command, timeout=200, cwd=tmp_path, env=COMPILED)

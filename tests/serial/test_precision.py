@@ -89,21 +89,21 @@ def test_kernels_round_as_the_definition_does():
         for i in range(x.size):
             y[i] = jit.narrow(y, x[i])
 
-    every = np.arange(1 << 16, dtype=np.uint16)
-    back = np.zeros_like(every)
-    copied(every, back)
-    is_nan = np.isnan(every.view(BF).astype(np.float32))
-    np.testing.assert_array_equal(back[~is_nan], every[~is_nan])
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    back = np.zeros_like(patterns)
+    copied(patterns, back)
+    is_nan = np.isnan(patterns.view(BF).astype(np.float32))
+    np.testing.assert_array_equal(back[~is_nan], patterns[~is_nan])
     assert np.isnan(back.view(BF)[is_nan].astype(np.float32)).all()
     halves = np.arange(1 << 17, dtype=np.uint32) << 15  # every bfloat16 and the midpoints between them
     near = np.concatenate([halves, halves + 1, halves - 1]).view(np.float32)
-    found = np.zeros(near.size, np.uint16)
-    rounded(near, found)
+    actual = np.zeros(near.size, np.uint16)
+    rounded(near, actual)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = near.astype(BF)
     fine = ~np.isnan(near)
-    np.testing.assert_array_equal(found[fine], expected.view(np.uint16)[fine])
-    assert np.isnan(found.view(BF)[~fine].astype(np.float32)).all()
+    np.testing.assert_array_equal(actual[fine], expected.view(np.uint16)[fine])
+    assert np.isnan(actual.view(BF)[~fine].astype(np.float32)).all()
 
 
 X, GATE, W, B = drawn(BF, 5, 33, 48), drawn(BF, 33, 48), drawn(BF, 48), drawn(BF, 1, 48)[0]
@@ -111,9 +111,9 @@ TOKENS = np.random.default_rng(0).integers(33, size=(5, 33))  # ids; most of the
 ANGLES = np.linspace(0, 9, 33 * 12, dtype=np.float32).reshape(33, 12)
 
 
-def added(operation, *given, kind):
+def added(operation, *arguments, kind):
     dw = np.ones((33, 48), kind)
-    operation(*given, dw)
+    operation(*arguments, dw)
     return dw
 
 
@@ -153,11 +153,11 @@ def norm_backwards(o, kind):
 
 
 def by_signature(o, name):
-    given = misfits.in_low_precision(name, misfits.fitting(C=48)[name])
-    result = getattr(o, name)(*given.values())
-    written = [given[entry.name] for entry in OPERATIONS[name].signature.entries if entry.written]
+    arguments = misfits.in_low_precision(name, misfits.fitting(C=48)[name])
+    result = getattr(o, name)(*arguments.values())
+    outputs = [arguments[entry.name] for entry in OPERATIONS[name].signature.entries if entry.written]
     results = result if isinstance(result, tuple) else (result,)
-    return [x for x in (*results, *written) if x is not None]
+    return [x for x in (*results, *outputs) if x is not None]
 
 
 ELSEWHERE = {"rms_norm_backward", "layer_norm_backward", "causal_attention", "causal_attention_backward"}
@@ -180,13 +180,13 @@ CALLS |= {
 def test_kernels_of_bfloat16_do_what_is_defined(name):
     """A kernel's last bit may differ only if a float32 is near the midpoint of two bfloat16 numbers."""
     pytest.importorskip("numba")
-    found, expected = CALLS[name](ops), CALLS[name](defined)
-    pairs = [(found, expected)] if isinstance(found, np.ndarray) else list(zip(found, expected, strict=True))
+    out, expected = CALLS[name](ops), CALLS[name](defined)
+    pairs = [(out, expected)] if isinstance(out, np.ndarray) else list(zip(out, expected, strict=True))
     for ours, theirs in pairs:
         assert ours.dtype == theirs.dtype
         a, b = ours.astype(np.float32), theirs.astype(np.float32)
-        near = 2.0**-7 if ours.dtype == BF else 2.0**-18
-        np.testing.assert_allclose(a, b, rtol=near, atol=1e-6 if ours.dtype == BF else 1e-5)
+        tolerance = 2.0**-7 if ours.dtype == BF else 2.0**-18
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=1e-6 if ours.dtype == BF else 1e-5)
         assert ours.dtype != BF or np.mean(a != b) < (0.1 if name.startswith("gelu") else 0.002)
 
 
@@ -205,9 +205,9 @@ def attention_and_errors(q, k, v, dy, scale):
     e = 2.0**-8
     along = e * p * (p * abs(dp)).sum(1, keepdims=True)
     of_ds = e * (2 + e) * abs(ds) + (1 + e) ** 2 * along  # bound of the errors of rounding p, ds and the sum
-    found = [(p @ v, e * p @ abs(v)), (scale * ds @ k, scale * of_ds @ abs(k))]
-    found += [(scale * ds.T @ q, scale * of_ds.T @ abs(q)), (p.T @ dy, e * p.T @ abs(dy))]
-    return [(x, error + e * (abs(x) + error) + 1e-5) for x, error in found]  # the results are rounded too
+    pairs = [(p @ v, e * p @ abs(v)), (scale * ds @ k, scale * of_ds @ abs(k))]
+    pairs += [(scale * ds.T @ q, scale * of_ds.T @ abs(q)), (p.T @ dy, e * p.T @ abs(dy))]
+    return [(x, error + e * (abs(x) + error) + 1e-5) for x, error in pairs]  # the results are rounded too
 
 
 @pytest.mark.parametrize(
@@ -225,27 +225,27 @@ def test_attention_of_bfloat16_is_what_is_defined_but_for_the_rounding_of_weight
         for part in np.split(joint, [heads * width, (heads + shared) * width], axis=-1)
     )
     dy = drawn(BF, batch, length, heads, width)
-    y, kept = ops.causal_attention(q, k, v, width**-0.5)
-    ours = (y, *ops.causal_attention_backward(dy, q, k, v, kept, width**-0.5))
+    y, stats = ops.causal_attention(q, k, v, width**-0.5)
+    ours = (y, *ops.causal_attention_backward(dy, q, k, v, stats, width**-0.5))
     assert {x.dtype for x in ours} == {np.dtype(BF)}
-    each = heads // shared
+    group = heads // shared
     for b, g in np.ndindex(batch, shared):
-        heads_of_g = range(g * each, (g + 1) * each)
+        heads_of_g = range(g * group, (g + 1) * group)
         results = [
             attention_and_errors(q[b, :, h], k[b, :, g], v[b, :, g], dy[b, :, h], width**-0.5)
             for h in heads_of_g
         ]
         for h, (of_y, of_dq, _, _) in zip(heads_of_g, results, strict=True):
-            for found, (expected, error) in zip((y[b, :, h], ours[1][b, :, h]), (of_y, of_dq), strict=True):
-                assert (abs(found.astype(np.float64) - expected) <= error).all()
-        for found, place in ((ours[2], 2), (ours[3], 3)):
+            for actual, (expected, error) in zip((y[b, :, h], ours[1][b, :, h]), (of_y, of_dq), strict=True):
+                assert (abs(actual.astype(np.float64) - expected) <= error).all()
+        for actual, place in ((ours[2], 2), (ours[3], 3)):
             expected, error = (sum(head[place][i] for head in results) for i in (0, 1))
-            assert (abs(found[b, :, g].astype(np.float64) - expected) <= error).all()
+            assert (abs(actual[b, :, g].astype(np.float64) - expected) <= error).all()
 
 
 def test_kernels_compute_bfloat16_without_widening_it(monkeypatch):
     pytest.importorskip("numba")
-    monkeypatch.setattr(low_precision, "run_low", lambda *given: pytest.fail("it was widened"))
+    monkeypatch.setattr(low_precision, "run_low", lambda *arguments: pytest.fail("it was widened"))
     for name in set(CALLS) - {"norm_backward, float32"}:
         CALLS[name](ops)
 
@@ -267,7 +267,7 @@ def test_a_gradient_in_float64_is_the_slope_of_the_whole_model(name):
     module.sync_gradients()
     before = module.state_dict()
     ways = {n: np.random.default_rng(7).standard_normal(x.shape) for n, x in before.items()}
-    got = sum(np.vdot(g, ways[n].reshape(-1)) for n, g in module.named_gradients())
+    actual = sum(np.vdot(g, ways[n].reshape(-1)) for n, g in module.named_gradients())
     module.zero_gradients()
 
     def at(t):
@@ -276,7 +276,7 @@ def test_a_gradient_in_float64_is_the_slope_of_the_whole_model(name):
 
     h = 1e-4
     slope = (8 * (at(h) - at(-h)) - (at(2 * h) - at(-2 * h))) / (12 * h)
-    assert slope == pytest.approx(got, rel=1e-7)
+    assert slope == pytest.approx(actual, rel=1e-7)
     assert {x.dtype for x in before.values()} == {np.dtype(np.float64)}
 
 
@@ -349,21 +349,21 @@ def losses(out):
 
 @pytest.mark.parametrize("precision", ["fp16", "fp64"])
 def test_a_run_in_another_precision_goes_on_with_its_bits(tmp_path, text, precision):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    status, _, said = train(whole, text, "--precision", precision, "--steps", "5")
-    assert status == 0, said
+    full, parts = tmp_path / "whole", tmp_path / "parts"
+    status, _, errors = train(full, text, "--precision", precision, "--steps", "5")
+    assert status == 0, errors
     for steps, ranks in (("3", 2), ("5", 1)):
-        status, out, said = train(parts, text, "--precision", precision, "--steps", steps, ranks=ranks)
-        assert status == 0, out + said
-    assert losses(parts)[3:] == losses(whole)[3:]
+        status, out, errors = train(parts, text, "--precision", precision, "--steps", steps, ranks=ranks)
+        assert status == 0, out + errors
+    assert losses(parts)[3:] == losses(full)[3:]
     if precision == "fp64":
-        status, out, said = run_job(2, ["-m", "zero_mpi", "verify", parts], timeout=100)
-        assert status == 0, out + said
-        one, other = (GGUFFile.open(folder / "step-00000005" / "optimizer.gguf") for folder in (whole, parts))
+        status, out, errors = run_job(2, ["-m", "zero_mpi", "verify", parts], timeout=100)
+        assert status == 0, out + errors
+        one, other = (GGUFFile.open(folder / "step-00000005" / "optimizer.gguf") for folder in (full, parts))
         assert one.metadata["training.state_digest"] == other.metadata["training.state_digest"]
         return
     first, second = (
-        GGUFFile.open(folder / "step-00000005" / "optimizer.gguf").metadata for folder in (whole, parts)
+        GGUFFile.open(folder / "step-00000005" / "optimizer.gguf").metadata for folder in (full, parts)
     )
     for key in ("training.loss_scale_exponent", "training.loss_scale_steps"):
         assert first[key] == second[key]
@@ -380,7 +380,7 @@ def test_a_run_in_another_precision_goes_on_with_its_bits(tmp_path, text, precis
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(tmp_path, text, flags, words):
-    status, _, said = train(tmp_path / "run", text, "--steps", "1", *flags.split(), ranks=2)
+    status, _, errors = train(tmp_path / "run", text, "--steps", "1", *flags.split(), ranks=2)
     assert status == 2
-    assert words in said
-    assert len(said.strip().splitlines()) == 1
+    assert words in errors
+    assert len(errors.strip().splitlines()) == 1

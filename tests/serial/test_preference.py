@@ -34,17 +34,17 @@ VALUES = {  # (loss, d loss / d C); log-likelihoods C = -12, R = -15 of 6 and 5 
 @pytest.mark.parametrize("case", VALUES)
 def test_losses_of_a_pair_have_known_values(case):
     loss = Preference(*case)
-    found = loss.score([0, 1], [1.0, -0.5] if loss.has_reference else [-12.0, -15.0], [6, 5])
+    score = loss.score([0, 1], [1.0, -0.5] if loss.has_reference else [-12.0, -15.0], [6, 5])
     expected, slope = VALUES[case]
-    assert found.terms == pytest.approx([expected], rel=1e-13)
-    assert slope is None or found.slopes[0] == pytest.approx(slope, rel=1e-12)
+    assert score.terms == pytest.approx([expected], rel=1e-13)
+    assert slope is None or score.slopes[0] == pytest.approx(slope, rel=1e-12)
 
 
 def test_losses_of_an_answer_have_known_values():
     kto = Preference("kto")
-    found = kto.score([0, 1], [1.0, -0.5], [3, 3], kl=0.4)
-    assert found.terms == pytest.approx([0.48500449838059, 0.47751517520819986], rel=1e-13)
-    assert found.slopes[0] == pytest.approx(-0.024977513493118227, rel=1e-12)
+    score = kto.score([0, 1], [1.0, -0.5], [3, 3], kl=0.4)
+    assert score.terms == pytest.approx([0.48500449838059, 0.47751517520819986], rel=1e-13)
+    assert score.slopes[0] == pytest.approx(-0.024977513493118227, rel=1e-12)
     assert math.isnan(kto.score([0], [math.nan], [1]).terms[0])
 
 
@@ -55,9 +55,9 @@ def sides(*sizes):
     rng, documents = np.random.default_rng(0), []
     for number, (prompt, *answers) in enumerate(sizes):
         ids = [rng.integers(0, 61, 0 if n is None else prompt + n) for n in answers]
-        counted = [np.arange(len(each)) >= prompt for each in ids]
+        masks = [np.arange(len(each)) >= prompt for each in ids]
         ends = np.cumsum([len(each) for each in ids])
-        documents.append(Document(str(number), np.concatenate(ids), b"", np.concatenate(counted), ends))
+        documents.append(Document(str(number), np.concatenate(ids), b"", np.concatenate(masks), ends))
     return stream_of(documents)
 
 
@@ -79,13 +79,13 @@ def of_answers(loss, x, kl):
 def program(loss, logits, step, pairs):
     """Return loss, gradient with respect to the logits, sums and counts per answer, in float64."""
     logp, targets = log_softmax(logits), pairs.batch.targets
-    everything = np.where(targets == UNCOUNTED, pairs.rest, targets)
+    labels = np.where(targets == UNCOUNTED, pairs.rest, targets)
 
     def total(row, span, ids):
         return sum(logp[row, t, ids[row, t]] for t in range(span.start, span.stop) if ids[row, t] >= 0)
 
     answers = np.array([total(row, span, targets) for row, span in pairs.spans])
-    nll = sum(total(*pairs.spans[k], everything) for k in range(0, len(pairs.spans), 2))
+    nll = sum(total(*pairs.spans[k], labels) for k in range(0, len(pairs.spans), 2))
     count = np.array([(targets[row, span] >= 0).sum() for row, span in pairs.spans])
     size = sum(span.stop - span.start for _, span in pairs.spans[::2])
 
@@ -112,7 +112,7 @@ def program(loss, logits, step, pairs):
         move = h * (np.arange(len(answers)) == k)
         slope = (value(answers + move) - value(answers - move)) / (2 * h)
         for t in range(span.start, span.stop):
-            for ids, weight in ((targets, slope), (everything, -(k % 2 == 0) / size * (loss.name == "orpo"))):
+            for ids, weight in ((targets, slope), (labels, -(k % 2 == 0) / size * (loss.name == "orpo"))):
                 if ids[row, t] >= 0 and weight:
                     gradient[row, t] += weight * ((np.arange(61) == ids[row, t]) - np.exp(logp[row, t]))
     return value(answers), gradient, answers, count
@@ -135,20 +135,20 @@ def test_losses_gradients_and_figures_are_those_of_another_program(name):
     module.sync_gradients()
     by_program = {key: value.copy() for key, value in module.named_gradients()}
     module.zero_gradients()
-    found = module.forward_backward(x, criterion)
+    actual = module.forward_backward(x, criterion)
     module.sync_gradients()
-    assert found == pytest.approx(expected, rel=2e-6)
+    assert actual == pytest.approx(expected, rel=2e-6)
     for key, value in module.named_gradients():
         np.testing.assert_allclose(value, by_program[key], rtol=1e-3, atol=2e-6, err_msg=key)
     figures, x = step.figures(step.sums), answers - step.reference
     rewards = loss.beta * (x if loss.has_reference else x / count)
-    shown = answers if loss.has_reference else answers / count
-    wanted = {"rewards/chosen": rewards[::2].mean(), "rewards/rejected": rewards[1::2].mean()}
-    wanted |= {"rewards/margins": (rewards[::2] - rewards[1::2]).mean()}
-    wanted |= {"rewards/accuracies": (rewards[::2] > rewards[1::2]).mean()}
-    wanted |= {"logps/chosen": shown[::2].mean(), "logps/rejected": shown[1::2].mean()}
-    assert {key: figures[key] for key in wanted} == pytest.approx(wanted, rel=1e-4)
-    assert step.loss(slice(None), np.reshape(step.sums, (8, -1)))[0] == pytest.approx(found, rel=1e-12)
+    logps = answers if loss.has_reference else answers / count
+    means = {"rewards/chosen": rewards[::2].mean(), "rewards/rejected": rewards[1::2].mean()}
+    means |= {"rewards/margins": (rewards[::2] - rewards[1::2]).mean()}
+    means |= {"rewards/accuracies": (rewards[::2] > rewards[1::2]).mean()}
+    means |= {"logps/chosen": logps[::2].mean(), "logps/rejected": logps[1::2].mean()}
+    assert {key: figures[key] for key in means} == pytest.approx(means, rel=1e-4)
+    assert step.loss(slice(None), np.reshape(step.sums, (8, -1)))[0] == pytest.approx(actual, rel=1e-12)
 
 
 def test_without_adapters_a_model_is_its_base():
@@ -157,9 +157,9 @@ def test_without_adapters_a_model_is_its_base():
     stages = LoRA(2, 4.0).adapt(config.stages())
     adapted = ShardedModule(stages, SerialComm(), FULL_SHARD, frozen=FROZEN)
     adapted.initialize(0)
-    same = plain.state_dict()
+    weights = plain.state_dict()
     rng = np.random.default_rng(0)
-    adapted.load_state_dict({k: same.get(k, rng.normal(0, 1, v.shape)) for k, v in adapted.params.items()})
+    adapted.load_state_dict({k: weights.get(k, rng.normal(0, 1, v.shape)) for k, v in adapted.params.items()})
     losses = partial(adapted.losses, x, PartLosses(x, [...]))
     assert losses(adapted=False) == plain.losses(x, PartLosses(x, [...]))
     assert losses() != losses(adapted=False)
@@ -185,9 +185,9 @@ FORMS = [
 
 @pytest.mark.parametrize(("row", "expected"), FORMS)
 def test_pairs_of_all_forms(row, expected):
-    found = one_pair("x:1", row, labels=True)
-    for side, text in zip(found, expected[1:], strict=True):
-        contents = None if side is None else [each["content"] for each in side.messages]
+    pair = one_pair("x:1", row, labels=True)
+    for side, text in zip(pair, expected[1:], strict=True):
+        contents = None if side is None else [message["content"] for message in side.messages]
         assert contents == (None if text is None else [expected[0], text])
         assert side is None or side.turns == [1]
 
@@ -214,23 +214,23 @@ def test_bad_pairs_are_named_or_left_out(row, tmp_path):
     assert bad.counts.total() == 1
 
 
-def corpus(folder, rows, loss, **more):
+def corpus(folder, rows, loss, **extra):
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = {"val_fraction": 0.0, "context": 64, "seed": 0, "vocab_size": 400} | more
+    options = {"val_fraction": 0.0, "context": 64, "seed": 0, "vocab_size": 400} | extra
     paths, tokenizer = [str(folder / "pairs.jsonl")], chat_tokenizer(CHATML)
     return load_corpus(paths, tokenizer=tokenizer, preferences=loss, **options)
 
 
 def test_what_counts_of_a_pair_is_each_answer_to_the_end_of_its_turn(tmp_path):
-    found = corpus(tmp_path, [FORMS[0][0], FORMS[2][0]], "dpo").train
-    decode, ends = chat_tokenizer(CHATML).decode, found.ends.tolist()
+    stream = corpus(tmp_path, [FORMS[0][0], FORMS[2][0]], "dpo").train
+    decode, ends = chat_tokenizer(CHATML).decode, stream.ends.tolist()
     read = [
-        decode(found.ids[a:b][found.counted[a:b]].tolist()) for a, b in zip([0, *ends], ends, strict=False)
+        decode(stream.ids[a:b][stream.counted[a:b]].tolist()) for a, b in zip([0, *ends], ends, strict=False)
     ]
     assert [text.replace(b"<|im_end|>", b"") for text in read] == [b" blue.", b" green.", b"a", b"b"]
-    held = corpus(tmp_path, [FORMS[0][0]] * 9, "dpo", val_fraction=0.3)
-    assert [len(side.ends) % 2 for side in (held.train, held.val)] == [0, 0], "a pair must not be split"
-    assert held.val_documents == 3
+    split = corpus(tmp_path, [FORMS[0][0]] * 9, "dpo", val_fraction=0.3)
+    assert [len(side.ends) % 2 for side in (split.train, split.val)] == [0, 0], "a pair must not be split"
+    assert split.val_documents == 3
 
 
 @pytest.mark.parametrize(("rows", "loss"), [([FORMS[0][0]], ""), ([FORMS[5][0]], "dpo"), ([{"a": 1}], "kto")])
@@ -248,7 +248,7 @@ def test_both_sides_of_a_pair_are_in_one_window_cut_alike(packs):
         by_pair = {
             int(n) // 2: [int(m) % 2 for m in pairs.numbers if m // 2 == n // 2] for n in pairs.numbers
         }
-        assert all(held == ([1] if pair == 3 else [0, 1]) for pair, held in by_pair.items())
+        assert all(members == ([1] if pair == 3 else [0, 1]) for pair, members in by_pair.items())
         for (_, span), count in zip(pairs.spans, windows.sequences([index])[1], strict=True):
             assert (pairs.batch.begins[0, span] == span.start).all()
             assert (pairs.batch.targets[0, span] >= 0).sum() == count
@@ -260,8 +260,8 @@ def test_both_sides_of_a_pair_are_in_one_window_cut_alike(packs):
 def test_mismatched_prompts_have_answers_to_others_in_as_much_room():
     windows = PairWindows(sides((3, 2, 1), (1, 3, 4), (2, 1, 2)), 40)
     pairs = windows.pairs([0])
-    found = mismatched(pairs)
-    used = [(each.batch.begins != np.arange(40)).sum() for each in (pairs, found)]
+    mixed = mismatched(pairs)
+    used = [(each.batch.begins != np.arange(40)).sum() for each in (pairs, mixed)]
     assert used[0] == used[1]
 
     def text(each, n):
@@ -271,5 +271,5 @@ def test_mismatched_prompts_have_answers_to_others_in_as_much_room():
 
     before = {0: 5, 2: 0, 4: 2, 1: 4, 3: 1, 5: 3}  # sequence -> sequence whose answer it gets
     for n in range(6):
-        assert text(found, n) == (text(pairs, n)[0], text(pairs, before[n])[1])
-    assert as_input(found.batch).ids.shape == (1, 40)
+        assert text(mixed, n) == (text(pairs, n)[0], text(pairs, before[n])[1])
+    assert as_input(mixed.batch).ids.shape == (1, 40)

@@ -42,18 +42,18 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(("loss", "ranks"), [("dpo", 2), ("ipo", 3), ("orpo", 5), ("kto", 3)])
 def test_ranks_and_a_resume_change_no_bit_and_it_is_verified(loss, ranks, folder):
     flags = [*FLAGS, "--loss", loss, *RUNS[loss]]
-    alone, out = folder / f"{loss}-1", folder / f"{loss}-{ranks}"
-    train_compiled(1, alone, *flags)
+    single, out = folder / f"{loss}-1", folder / f"{loss}-{ranks}"
+    train_compiled(1, single, *flags)
     first = ["-m", "zero_mpi.train", "--out", str(out), *flags, "--max-time", "0s"]
     assert run_job(ranks, first, timeout=50, env=COMPILED, cwd=folder)[0] == REQUEUE
     assert (out / "reference.bin").exists() == (loss == "ipo")
     if loss == "ipo":
         (out / "reference.bin").write_bytes(b"damaged")  # verify recomputes it from the initial weights
     train_compiled(ranks - 1, out, *flags, "--strategy", "shard-grad-op")
-    for file in sorted((alone / "latest").iterdir()):
+    for file in sorted((single / "latest").iterdir()):
         assert (out / "latest" / file.name).read_bytes() == file.read_bytes(), file.name
     for name in FIELDS:
-        assert fields(out, name) == fields(alone, name), name
+        assert fields(out, name) == fields(single, name), name
     status, printed, _ = run_job(2, ["-m", "zero_mpi", "verify", str(out)], env=COMPILED, cwd=folder)
     assert (status, printed.splitlines()[-1][:4]) == (0, "yes:")
 
@@ -82,9 +82,9 @@ def test_what_cannot_be_is_refused_in_a_line(flags, name, folder):
 def test_samples_shows_both_sides_of_a_pair(folder):
     flags = ["samples", *FLAGS[1:4], "--json", "--count", "1", "--chat-template", "t.jinja"]
     _, printed, _ = run_job(1, ["-m", "zero_mpi", *flags], env=COMPILED, cwd=folder)
-    found = json.loads(printed)
+    report = json.loads(printed)
     row = json.loads((folder / "pairs.jsonl").read_text().splitlines()[0])
     names = [f"pairs.jsonl:1 {side}" for side in row if side != "prompt"]
-    assert [each["name"] for each in found["samples"]] == names
-    counted = [part["text"] for each in found["samples"] for part in each["parts"] if part["counted"]]
+    assert [each["name"] for each in report["samples"]] == names
+    counted = [part["text"] for each in report["samples"] for part in each["parts"] if part["counted"]]
     assert counted == [f"{row['chosen']};", f"{row['rejected']};"]

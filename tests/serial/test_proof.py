@@ -77,8 +77,8 @@ def test_a_resume_leaves_the_file_of_a_run_never_stopped(path, tmp_path):
 
     A checkpoint's line that was written late is moved, even if the run continues in another folder.
     """
-    whole = path.read_bytes()
-    rows = whole.splitlines(keepends=True)
+    content = path.read_bytes()
+    rows = content.splitlines(keepends=True)
     behind = Proof(tmp_path / "behind", JobStart(0, RUN))
     for step in (1, 2, 3):
         behind.record(step, {"loss": 1.0 / step})
@@ -86,12 +86,12 @@ def test_a_resume_leaves_the_file_of_a_run_never_stopped(path, tmp_path):
     behind.close()
     late = (tmp_path / "behind").read_bytes()
     for left, own in (
-        (whole, True), (b"".join(rows[:5]) + rows[5][:30], True), (b"".join(rows[:4]), True),
-        (b"".join(rows[:3]), True), (whole, False), (late, True), (late, False),
+        (content, True), (b"".join(rows[:5]) + rows[5][:30], True), (b"".join(rows[:4]), True),
+        (b"".join(rows[:3]), True), (content, False), (late, True), (late, False),
     ):  # fmt: skip
         path.write_bytes(left)
         proof = write(path, JobStart(2, RUN, "id 2", "state 2", own), range(3, 5), (4,))
-        assert path.read_bytes() == whole
+        assert path.read_bytes() == content
         assert proof.head == head_of(path)
 
 

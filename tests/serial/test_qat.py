@@ -36,13 +36,13 @@ def test_rounding_is_that_of_the_file(monkeypatch: pytest.MonkeyPatch, name: str
     rows = x.reshape(-1, max(width, 32))
     raw = gguf.quantize(x, kind) if name == "F16" else ggml.quantize(rows, kind)
     expected = gguf.dequantize(raw.reshape(-1), kind).astype(np.float32).tobytes()
-    found = np.empty_like(x)
-    round_to(name, x, found)
-    assert found.tobytes() == expected
+    rounded = np.empty_like(x)
+    round_to(name, x, rounded)
+    assert rounded.tobytes() == expected
     if name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"):
         monkeypatch.setattr(ggml, "reader", lambda kind: None)
-        round_to(name, x, found)
-        assert found.tobytes() == expected
+        round_to(name, x, rounded)
+        assert rounded.tobytes() == expected
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +117,11 @@ def test_adapters_are_trained_for_the_merged_file(runs: Path, tmp_path: Path, na
         == 0
     )
     train_compiled(1, tmp_path / "next", *flags, *text, "--init", str(file), "--steps", "1")
-    ran, after = (
+    rows, after = (
         [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
         for run in ("run", "next")
     )
-    assert ran[-1]["val_loss"] == after[0]["val_loss_before"] != ran[0]["val_loss_before"]
+    assert rows[-1]["val_loss"] == after[0]["val_loss_before"] != rows[0]["val_loss_before"]
     exported = GGUFFile.open(file)
     assert {exported.tensors[end].type for end in ENDS} == {Kind.Q8_0}
     assert "training.qat" not in exported.metadata

@@ -32,10 +32,10 @@ TOKENS = list(b"def f(x):")
 
 
 def model(arch: str, **sizes: Any) -> ModelConfig:
-    own = {"tied": False} | USUAL | sizes
+    settings = {"tied": False} | USUAL | sizes
     if arch == "gpt2":
-        own = {name: size for name, size in own.items() if name not in ("kv_heads", "ffn")}
-    return ARCHITECTURES[arch].from_flags(own)
+        settings = {name: size for name, size in settings.items() if name not in ("kv_heads", "ffn")}
+    return ARCHITECTURES[arch].from_flags(settings)
 
 
 MODELS = {
@@ -59,7 +59,7 @@ def test_types_of_tensors_are_those_of_llama_cpp(line: str) -> None:
     config = MODELS[name]
     keys = {"general.architecture": config.arch} | config.metadata()
     shapes = {tensor: param.shape for tensor, param in config.params().items()}
-    found = types_of(keys, shapes, mix.rstrip("+"), weighted=mix.endswith("+"))
+    actual = types_of(keys, shapes, mix.rstrip("+"), weighted=mix.endswith("+"))
     expected = {}
     for part in parts.split(";"):
         stems, _, runs = part.partition(" = ")
@@ -69,7 +69,7 @@ def test_types_of_tensors_are_those_of_llama_cpp(line: str) -> None:
             is_outer = stem in ("token_embd", "output")
             names = [f"{stem}.weight"] if is_outer else [f"blk.{i}.{stem}.weight" for i in range(len(row))]
             expected |= dict(zip(names, row, strict=True))
-    assert {name: kind.name for name, kind in found.items() if kind != Kind.F32} == expected
+    assert {name: kind.name for name, kind in actual.items() if kind != Kind.F32} == expected
 
 
 def write(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -82,7 +82,7 @@ def write(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     return weights
 
 
-def write_matrix(path: Path, weights: dict[str, np.ndarray], **own: Any) -> dict[str, np.ndarray]:
+def write_matrix(path: Path, weights: dict[str, np.ndarray], **extra: Any) -> dict[str, np.ndarray]:
     """Write an importance matrix of a model's blocks as llama.cpp does; return its mean squares."""
     rng, tensors, means = np.random.default_rng(1), {}, {}
     for name, array in weights.items():
@@ -91,7 +91,7 @@ def write_matrix(path: Path, weights: dict[str, np.ndarray], **own: Any) -> dict
             tensors |= {f"{name}.in_sum2": sums, f"{name}.counts": np.full((1, 1), 3, np.float32)}
             means[name] = sums[0] / np.float32(3)
     keys = {"general.type": "imatrix", "imatrix.datasets": ["x"], "imatrix.chunk_count": np.uint32(1)}
-    write_tensors(path, "imatrix", keys | own, tensors)
+    write_tensors(path, "imatrix", keys | extra, tensors)
     return means
 
 
@@ -113,8 +113,8 @@ def check_bytes(path: Path, weights: dict[str, np.ndarray], means: dict[str, np.
 @pytest.mark.parametrize(("mix", "weighted"), [(mix, place % 2 == 0) for place, mix in enumerate(FAST)])
 def test_bytes_are_those_of_ggml(wide: Any, tmp_path: Path, mix: str, weighted: bool) -> None:
     folder, weights, means = wide
-    more = ["--imatrix", folder / "im.gguf"] if weighted else []
-    export(folder / "m.gguf", tmp_path / "x.gguf", "--type", mix, *more)
+    flags = ["--imatrix", folder / "im.gguf"] if weighted else []
+    export(folder / "m.gguf", tmp_path / "x.gguf", "--type", mix, *flags)
     check_bytes(tmp_path / "x.gguf", weights, means if weighted else {})
     keys = GGUFFile.open(tmp_path / "x.gguf").metadata
     assert keys["general.file_type"] == MIXES[mix].number

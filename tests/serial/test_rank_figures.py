@@ -82,8 +82,8 @@ def test_a_slow_rank_is_named_in_the_log_the_events_and_the_status(tmp_path):
     assert (warned["rank"], warned["step"]) == (1, 3)
     assert warned["text"].startswith(f"rank 1 on {warned['host']} is slow")
     assert 0.9 < warned["behind"] < 1.1
-    said = status_of(out)
-    assert said["slow"].startswith(f"rank 1 on {warned['host']}, ")
+    entry = status_of(out)
+    assert entry["slow"].startswith(f"rank 1 on {warned['host']}, ")
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for record in records:
         first, second = record["micro_batch_seconds"]

@@ -21,8 +21,8 @@ def section(title: str) -> str:
 
 
 def rows(text: str) -> list[tuple[str, str]]:
-    found = re.findall(r"^\| (.+?) \| (.+?) \|$", text, re.MULTILINE)
-    return [row for row in found if row not in (("flag", "value"), ("s", "rate"))]
+    pairs = re.findall(r"^\| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    return [row for row in pairs if row not in (("flag", "value"), ("s", "rate"))]
 
 
 def test_the_defaults_are_the_flags():
@@ -76,8 +76,8 @@ def test_the_formula_of_wsd(warmup, steps, last):
 
 
 def test_clipping():
-    for norm, most in ((5.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.0, 2.0)):
-        assert clip_factor(norm, most) == min(1, most / (norm + 0.000001))
+    for norm, limit in ((5.0, 1.0), (0.5, 1.0), (1.0, 1.0), (0.0, 2.0)):
+        assert clip_factor(norm, limit) == min(1, limit / (norm + 0.000001))
     assert "min(1, c / (n + 0.000001))" in section("Clipping")
 
 

@@ -14,16 +14,16 @@ FIELDS = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "ste
 COSTS = {"wait_seconds", "sent_bytes"}
 
 
-def record(step, **more):
+def record(step, **extra):
     plain = {"loss": 0.1 + 0.2, "grad_norm": 1 / 3, "lr": 4e-3, "tokens": 64 * step}
-    return {"step": step, **plain, "tokens_per_second": 1234.5, "step_seconds": 0.05, **more}
+    return {"step": step, **plain, "tokens_per_second": 1234.5, "step_seconds": 0.05, **extra}
 
 
 def write(out, steps, *, done=0, rank=0, total=4, log_every=1):
-    written = Records(out, rank, done=done, steps=total, log_every=log_every)
+    records = Records(out, rank, done=done, steps=total, log_every=log_every)
     for entry in steps:
-        written.step(entry if isinstance(entry, dict) else record(entry))
-    written.close()
+        records.step(entry if isinstance(entry, dict) else record(entry))
+    records.close()
 
 
 def read(out):
@@ -50,14 +50,14 @@ def test_the_command_records_what_is_promised(tmp_path):
     flags = ["--steps", "3", "--eval-every", "2", "--warmup", "4", "--lr", "0.004", "--sample", "0"]
     flags += ["--batch-size", "4", "--micro-batch", "2", "--data", *write_text(tmp_path)]
     train(2, tmp_path / "out", *SIZES, *flags)
-    found = read(tmp_path / "out")
-    assert all(entry.keys() >= FIELDS | COSTS for entry in found)
-    assert len({entry["sent_bytes"] for entry in found}) == 1, "all steps send equal bytes"
-    assert all(0 < entry["wait_seconds"] < entry["step_seconds"] for entry in found)
-    assert [(entry["step"], entry["tokens"]) for entry in found] == [(1, 64), (2, 128), (3, 192)]
-    assert ["val_loss" in entry for entry in found] == [False, True, True]
-    assert [entry["lr"] for entry in found] == pytest.approx([0.001, 0.002, 0.003])
-    for entry in found:
+    entries = read(tmp_path / "out")
+    assert all(entry.keys() >= FIELDS | COSTS for entry in entries)
+    assert len({entry["sent_bytes"] for entry in entries}) == 1, "all steps send equal bytes"
+    assert all(0 < entry["wait_seconds"] < entry["step_seconds"] for entry in entries)
+    assert [(entry["step"], entry["tokens"]) for entry in entries] == [(1, 64), (2, 128), (3, 192)]
+    assert ["val_loss" in entry for entry in entries] == [False, True, True]
+    assert [entry["lr"] for entry in entries] == pytest.approx([0.001, 0.002, 0.003])
+    for entry in entries:
         assert entry["tokens_per_second"] == pytest.approx(64 / entry["step_seconds"])
         assert 0 < entry["grad_norm"] < 100
         assert 4 < entry["loss"] < 7
@@ -95,10 +95,10 @@ def test_what_is_no_record_is_dropped(tail, tmp_path):
     """A resume accepts any bytes at the file's end, because a crash may leave them in the last block."""
     write(tmp_path, [1, 2, 3])
     path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole + tail)
+    content = path.read_bytes()
+    path.write_bytes(content + tail)
     keep_until(path, 3)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -135,17 +135,17 @@ def test_log_lines_come_first_now_and_then_at_evaluations_each_minute_and_last(t
 def test_a_bar_is_shown_where_somebody_watches(tmp_path, capsys, monkeypatch):
     """The progress bar and notes use one stream, and each note has its own line."""
     monkeypatch.setattr(progress_bar, "watched", lambda: True)
-    written = Records(tmp_path, 0, done=1, steps=4, log_every=1)
-    written.step(record(2, mfu=0.25, memory_bytes=[2**30], val_loss=5.25))
+    records = Records(tmp_path, 0, done=1, steps=4, log_every=1)
+    records.step(record(2, mfu=0.25, memory_bytes=[2**30], val_loss=5.25))
     log.info("a note")
-    written.close()
+    records.close()
     log.info("a word after it")
     printed = capsys.readouterr()
     assert printed.out == ""
     lines = printed.err.replace("\r", "\n").splitlines()
     assert {"a note", "a word after it", "step 2/4  val loss 5.2500"} <= set(lines)
-    (shown,) = {text for text in lines if "2/4, " in text}
-    assert "50%|" in shown
-    assert "loss 0.3000, 1.23k tok/s, 25% of peak, 1.0 GiB, " in shown
-    assert len(shown) <= 80
+    (bar,) = {text for text in lines if "2/4, " in text}
+    assert "50%|" in bar
+    assert "loss 0.3000, 1.23k tok/s, 25% of peak, 1.0 GiB, " in bar
+    assert len(bar) <= 80
     assert [entry["step"] for entry in read(tmp_path)] == [2]

@@ -38,14 +38,14 @@ def test_the_file_goes_on_with_the_run_from_another_folder(tmp_path):
 def test_a_run_that_is_done_says_so_and_stays_as_it_is(tmp_path):
     flags = [*SMALL, "--data", *write_text(tmp_path), "--sample", "9"]
     assert "sample of" in train(2, tmp_path / "run", *flags, "--steps", "3")
-    before, said = snapshot(tmp_path / "run"), status_of(tmp_path / "run")
-    assert (said["steps"], said["ranks"], said["reason"]) == (3, 2, "")
-    assert said["started"] < said["updated"]
+    before, record = snapshot(tmp_path / "run"), status_of(tmp_path / "run")
+    assert (record["steps"], record["ranks"], record["reason"]) == (3, 2, "")
+    assert record["started"] < record["updated"]
     for steps in ("3", "2"):
         printed = train(2, tmp_path / "run", *flags, "--steps", steps)
         (line,) = printed.splitlines()
         assert f"nothing to do: {tmp_path}/run/step-00000003 is at step 3, and --steps is {steps}; " in line
         assert "--out" in line
         assert snapshot(tmp_path / "run") == before
-        said = status_of(tmp_path / "run")
-        assert (said["state"], said["step"]) == ("done", 3)
+        record = status_of(tmp_path / "run")
+        assert (record["state"], record["step"]) == ("done", 3)

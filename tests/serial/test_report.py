@@ -108,11 +108,11 @@ def test_the_page_has_curves_figures_events_and_settings(tmp_path):
     folder = write_run(tmp_path / "one", status=status(reason="why"))
     html = page_of(folder)
     Tree(html)
-    found = facts(read_run(folder))
-    assert found["step"] == "60 of 60"
-    assert found["state"] == "done: why"
-    assert (found["ranks"], found["parameters"]) == ("3", "1234567")
-    for value in (*found.values(), *map(about, map(Entry, EVENTS[:-2])), "lr", "0.001"):
+    figures = facts(read_run(folder))
+    assert figures["step"] == "60 of 60"
+    assert figures["state"] == "done: why"
+    assert (figures["ranks"], figures["parameters"]) == ("3", "1234567")
+    for value in (*figures.values(), *map(about, map(Entry, EVENTS[:-2])), "lr", "0.001"):
         assert value in html.replace("&#39;", "'"), value
     figure = data_of(html)
     names = [trace["name"] for trace in figure["data"] if "name" in trace]
@@ -138,8 +138,8 @@ def test_several_runs_share_panels_and_settings_that_differ_are_marked(tmp_path)
 
 def test_events_are_signs_over_the_curves(tmp_path):
     strip = data_of(page_of(write_run(tmp_path)))["data"][0]
-    found = sorted(zip(strip["x"], strip["text"], strip["marker"]["symbol"], strict=True))
-    assert [(step, text.partition(" ")[0].rstrip(":"), sign) for step, text, sign in found] == [
+    marks = sorted(zip(strip["x"], strip["text"], strip["marker"]["symbol"], strict=True))
+    assert [(step, text.partition(" ")[0].rstrip(":"), sign) for step, text, sign in marks] == [
         (20, "resumed", "triangle-right"),
         (20, "saved", "diamond"),
         (20, "warning", "triangle-up"),

@@ -47,32 +47,32 @@ print("launcher", states[0], states[-1], flush=True)
 def under_launcher(tmp_path, command, **environ):
     """Run a command under a shell with the name of Open MPI's launcher; return the printed lines."""
     shell = Path(shutil.copy(os.path.realpath("/bin/sh"), tmp_path / "prterun"))
-    given = [shell, "-c", f"{command}; echo went on"]
+    words = [shell, "-c", f"{command}; echo went on"]
     env = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", **environ}
-    got = subprocess.run(given, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
-    return got.stdout.splitlines()
+    process = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=30)
+    return process.stdout.splitlines()
 
 
 @pytest.mark.parametrize("end", ["saves", "is killed"])
 def test_the_launcher_goes_on_when_its_rank_has_saved_or_is_gone(tmp_path, end):
-    got = under_launcher(tmp_path, f"{sys.executable} -c '{STATE}{RANK}' '{end}'")
-    assert got[-2:] == ["launcher T", "went on"], got
+    lines = under_launcher(tmp_path, f"{sys.executable} -c '{STATE}{RANK}' '{end}'")
+    assert lines[-2:] == ["launcher T", "went on"], lines
 
 
 def test_the_launcher_goes_on_when_another_rank_has_ended(tmp_path):
     other = "while test ! -e held; do sleep 0.1; done"  # a rank that ends while the launcher is stopped
     job = f"({other}) & {sys.executable} -c '{STATE}{LEFT}'"
-    got = under_launcher(tmp_path, job, OMPI_COMM_WORLD_LOCAL_SIZE="2")
-    assert got == ["launcher T S", "went on"]
+    lines = under_launcher(tmp_path, job, OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    assert lines == ["launcher T S", "went on"]
 
 
 def test_the_launcher_does_its_work_where_a_rank_has_ended_before(tmp_path):
-    got = under_launcher(tmp_path, f"{sys.executable} -c '{STATE}{LEFT}'", OMPI_COMM_WORLD_LOCAL_SIZE="2")
-    assert got == ["launcher S S", "went on"]
+    lines = under_launcher(tmp_path, f"{sys.executable} -c '{STATE}{LEFT}'", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+    assert lines == ["launcher S S", "went on"]
 
 
 def test_other_launchers_are_left_alone(tmp_path):
-    got = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", STATE + RANK, "saves"], capture_output=True, text=True, timeout=30
     )
-    assert got.stdout == "launcher S\n", got
+    assert process.stdout == "launcher S\n", process

@@ -121,9 +121,9 @@ def test_the_time_limit_stops_in_time_to_save(flags, tmp_path):
     command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "out"), *flags, "--steps", "1000000"]
     status, printed, errors = run_job(2, [*command, "--max-time", "6s"], timeout=40)
     assert (status, errors) == (REQUEUE, ""), printed
-    done, said = len(fields(tmp_path / "out")), status_of(tmp_path / "out")
+    done, record = len(fields(tmp_path / "out")), status_of(tmp_path / "out")
     assert done > 0
-    assert (said["state"], said["step"]) == ("stopped", done)
+    assert (record["state"], record["step"]) == ("stopped", done)
     assert os.readlink(tmp_path / "out" / "latest") == f"step-{done:08d}"
 
 

@@ -33,6 +33,6 @@ def test_the_newest_events_are_kept_where_there_are_very_many(tmp_path):
     with (tmp_path / "events.jsonl").open("w") as file:
         for step in range(1000):
             file.write(json.dumps({"event": "warning", "step": step, "text": "x" * 20_000}) + "\n")
-    found = read_run(tmp_path).events
-    assert [event["step"] for event in found] == list(range(1000 - len(found), 1000))
-    assert 0.9 * MOST_HISTORY < sum(len(event["text"]) for event in found) < MOST_HISTORY
+    events = read_run(tmp_path).events
+    assert [event["step"] for event in events] == list(range(1000 - len(events), 1000))
+    assert 0.9 * MOST_HISTORY < sum(len(event["text"]) for event in events) < MOST_HISTORY

@@ -44,9 +44,9 @@ def test_what_the_library_writes_is_read_with_its_values(tmp_path: Path, dtype: 
     for name, array in arrays(dtype).items():
         assert model.tensors[name].shape == array.shape
         assert model.tensors[name].dtype == dtype
-        whole, part = array.astype(np.float32).ravel(), slice(array.size // 3, array.size - array.size // 4)
-        np.testing.assert_array_equal(model.read(name), whole)
-        np.testing.assert_array_equal(model.read(name, part.start, part.stop), whole[part])
+        full, part = array.astype(np.float32).ravel(), slice(array.size // 3, array.size - array.size // 4)
+        np.testing.assert_array_equal(model.read(name), full)
+        np.testing.assert_array_equal(model.read(name, part.start, part.stop), full[part])
         assert b"".join(model.raw_chunks(name, 5)) == array.tobytes()
     with pytest.raises(ValueError, match=r"range \[0, 16\) is not inside"):
         model.read("a", 0, 16)
@@ -54,13 +54,13 @@ def test_what_the_library_writes_is_read_with_its_values(tmp_path: Path, dtype: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_we_write_the_library_reads_with_the_same_bits(tmp_path: Path, dtype: str) -> None:
-    given = arrays(dtype)
-    announced = [(name, dtype, array.shape) for name, array in given.items()]
-    data = b"".join(array.tobytes() for array in given.values())
+    tensors = arrays(dtype)
+    announced = [(name, dtype, array.shape) for name, array in tensors.items()]
+    data = b"".join(array.tobytes() for array in tensors.values())
     (tmp_path / "m.safetensors").write_bytes(pack_header(announced) + data)
-    found = library.load_file(tmp_path / "m.safetensors")
-    assert {name: (array.dtype, array.shape, array.tobytes()) for name, array in found.items()} == {
-        name: (array.dtype, array.shape, array.tobytes()) for name, array in given.items()
+    copies = library.load_file(tmp_path / "m.safetensors")
+    assert {name: (array.dtype, array.shape, array.tobytes()) for name, array in copies.items()} == {
+        name: (array.dtype, array.shape, array.tobytes()) for name, array in tensors.items()
     }
 
 
@@ -114,12 +114,12 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
             safetensors.deserialize(content)
 
 
-def in_parts(folder: Path, where: dict[str, str] | None = None) -> None:
+def in_parts(folder: Path, files: dict[str, str] | None = None) -> None:
     usual = {}
     for file, names in {"x-1.safetensors": ["a", "b"], "x-2.safetensors": ["c", "scalar"]}.items():
         library.save_file({name: arrays()[name] for name in names}, folder / file)
         usual |= dict.fromkeys(names, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": usual if where is None else where}))
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": usual if files is None else files}))
 
 
 def test_a_folder_of_parts_is_one_model(tmp_path: Path) -> None:

@@ -41,23 +41,23 @@ def hosts(*machines):
 
 def test_the_trial_repeats_and_leaves_no_memory():
     first = trial.digest()
-    held = RECYCLED.nbytes
+    nbytes = RECYCLED.nbytes
     assert trial.digest() == first
     assert len(first) == 16
-    assert RECYCLED.nbytes <= held
+    assert RECYCLED.nbytes <= nbytes
 
 
 def nudged(name, operation):
     """Return an operation whose result differs in one element by one unit in the last place."""
 
-    def nudge(*given, **named):
-        found = operation(*given, **named)
-        result = found[0] if isinstance(found, tuple) else found
+    def nudge(*args, **named):
+        output = operation(*args, **named)
+        result = output[0] if isinstance(output, tuple) else output
         if not isinstance(result, np.ndarray):  # a loss and its gradient
-            added_to = given[{"adamw": 0, "moving_average": 0, "grouped_linear_backward_w": 2}.get(name, -1)]
-            result = found[1] if isinstance(found, tuple) else added_to
+            added_to = args[{"adamw": 0, "moving_average": 0, "grouped_linear_backward_w": 2}.get(name, -1)]
+            result = output[1] if isinstance(output, tuple) else added_to
         result.flat[0] = np.nextafter(result.flat[0], np.inf, dtype=result.dtype)
-        return found
+        return output
 
     return nudge
 
@@ -88,8 +88,8 @@ with threadpool_limits({threads}):
 
 
 def elsewhere(threads=1, **variables):
-    kept = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    environ = kept | {"ZERO_MPI_OPS": "reference", "OPENBLAS_NUM_THREADS": "2"} | variables
+    base = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    environ = base | {"ZERO_MPI_OPS": "reference", "OPENBLAS_NUM_THREADS": "2"} | variables
     command = [sys.executable, "-c", DIGEST.format(threads=threads)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -97,9 +97,9 @@ def elsewhere(threads=1, **variables):
 
 @x86
 def test_other_kernels_of_products_are_other_bits_in_any_process():
-    here, again, other = elsewhere(), elsewhere(PYTHONHASHSEED="7"), elsewhere(**KERNELS)
-    assert here == again
-    assert [key for key in here if here[key] != other[key]] == ["BLAS", "trial"]
+    first, second, other = elsewhere(), elsewhere(PYTHONHASHSEED="7"), elsewhere(**KERNELS)
+    assert first == second
+    assert [key for key in first if first[key] != other[key]] == ["BLAS", "trial"]
 
 
 @several_cores
@@ -154,9 +154,9 @@ def test_fast_reductions_go_on_with_a_warning():
     ids=str,
 )
 def test_what_changed_since_a_checkpoint_is_one_line(change, expected):
-    found = list(same_bits.changes(MACHINE, MACHINE | change))
-    assert len(found) == (expected is not None)
-    assert not found or expected in found[0]
+    lines = list(same_bits.changes(MACHINE, MACHINE | change))
+    assert len(lines) == (expected is not None)
+    assert not lines or expected in lines[0]
 
 
 @pytest.fixture
@@ -185,9 +185,9 @@ def test_a_processor_of_other_bits_on_one_rank_is_refused(flags, tmp_path):
         "ops.gelu = lambda x: np.nextafter(gelu(x), np.float32(9))\n"
         "train_command.main()\n"
     )
-    said = refused([*RUN, *flags], [sys.executable, str(script), *flags], tmp_path)
-    assert f"rank 1 on {platform.node()} has processor Another 9000, ranks 0, 2" in said
-    assert "the ranks compute different bits" in said
+    message = refused([*RUN, *flags], [sys.executable, str(script), *flags], tmp_path)
+    assert f"rank 1 on {platform.node()} has processor Another 9000, ranks 0, 2" in message
+    assert "the ranks compute different bits" in message
 
 
 @needs_mpiexec
@@ -201,8 +201,8 @@ def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags,
         "samebits.processor = lambda: 'Another 9000 with a long name'\n"
         "train_command.main()\n"
     )
-    more = [*flags, "--checkpoint-io", io]
-    command = [*launcher(), "-n", "1", *RUN, *more, ":", "-n", "1", sys.executable, str(script), *more]
+    args = [*flags, "--checkpoint-io", io]
+    command = [*launcher(), "-n", "1", *RUN, *args, ":", "-n", "1", sys.executable, str(script), *args]
     status, printed, errors = run_command(command, timeout=40, cwd=tmp_path)
     assert (status, errors) == (0, ""), f"{printed}\n{errors}"
     files = open_checkpoint(tmp_path / "out" / "latest")
@@ -214,13 +214,13 @@ def test_names_that_differ_without_other_bits_leave_checkpoints_whole(io, flags,
 @needs_mpiexec
 @x86
 def test_a_resume_with_other_kernels_says_so_and_one_with_the_same_does_not(flags, tmp_path):
-    out, more = tmp_path / "out", [*flags, "--schedule", "constant", "--save-every", "1"]
-    train(1, out, *more, "--steps", "1")
+    out, args = tmp_path / "out", [*flags, "--schedule", "constant", "--save-every", "1"]
+    train(1, out, *args, "--steps", "1")
     stored = GGUFFile.open(out / "latest" / "optimizer.gguf").metadata["training.machine"]
     assert set(MACHINE) <= set(json.loads(stored))
-    assert "warning" not in train(2, out, *more, "--steps", "2")
-    for what in (["--dry-run"], []):
-        printed = train(1, out, *more, *what, "--steps", "3", operations=REFERENCE | KERNELS)
+    assert "warning" not in train(2, out, *args, "--steps", "2")
+    for mode in (["--dry-run"], []):
+        printed = train(1, out, *args, *mode, "--steps", "3", operations=REFERENCE | KERNELS)
         assert "the checkpoint was made with BLAS openblas" in printed
     assert "warning: the checkpoint was made with BLAS openblas" in printed
     assert "Nehalem: " in printed

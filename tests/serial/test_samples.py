@@ -70,9 +70,9 @@ def test_samples_as_text(chat, capfdbinary):
 
 
 def test_samples_as_json(chat, capfdbinary):
-    found = json.loads(printed(capfdbinary, chat / "m.gguf", "--data", chat / "chat.jsonl", "--json"))
-    assert [sample["name"] for sample in found["samples"]] == ["chat.jsonl:1", "chat.jsonl:3", "chat.jsonl:4"]
-    assert found["samples"][1]["parts"] == [
+    dump = json.loads(printed(capfdbinary, chat / "m.gguf", "--data", chat / "chat.jsonl", "--json"))
+    assert [sample["name"] for sample in dump["samples"]] == ["chat.jsonl:1", "chat.jsonl:3", "chat.jsonl:4"]
+    assert dump["samples"][1]["parts"] == [
         {
             "text": "<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nSum\n\n1 2<|im_end|>\n"
             "<|im_start|>assistant\n",
@@ -83,9 +83,9 @@ def test_samples_as_json(chat, capfdbinary):
     ]
     totals = {"conversations": 3, "tokens": 124, "counted": 13, "longest": 56, "left_out": 1}
     totals |= {"bos": 3, "turns": 2, "endless": 0, "silent": 0, "tools": 0, "unread": 0, "unwritten": 0}
-    assert totals == {name: found[name] for name in totals}
+    assert totals == {name: dump[name] for name in totals}
     facts = {"tokens": 47, "counted": 2, "bos": 1, "turns": 1, "endless": 0, "tools": 0}
-    assert facts == {name: found["samples"][1][name] for name in facts}
+    assert facts == {name: dump["samples"][1][name] for name in facts}
 
 
 def test_all_counts_and_another_template(chat, capfdbinary):

@@ -36,9 +36,9 @@ def job(script, how="", **env):
     """Run three ranks; return status, stdout, the package's lines on stderr and the full stderr."""
     with tempfile.TemporaryDirectory() as folder:
         env = {"TMPDIR": folder, **env}
-        found = run_job(3, ["-c", CONNECT.replace("TIMEOUT", how) + script], timeout=60, env=env)
+        result = run_job(3, ["-c", CONNECT.replace("TIMEOUT", how) + script], timeout=60, env=env)
         assert os.listdir(folder) == []
-    status, printed, errors = found
+    status, printed, errors = result
     return status, printed, [line for line in errors.splitlines() if line.startswith("zero_mpi: ")], errors
 
 
@@ -61,8 +61,8 @@ ENDED = {
 @pytest.mark.parametrize("name", ENDED)
 def test_who_waits_in_vain_ends_the_job(name):
     script, status, line = ENDED[name]
-    found, _, lines, errors = job(script)
-    assert found == status, errors
+    actual, _, lines, errors = job(script)
+    assert actual == status, errors
     # Open MPI may be the first to notice that a message does not fit.
     seen_by_mpi = name == "others" and "mpi4py.MPI.Exception: MPI_ERR_" in errors
     assert re.search(line, lines[0]) or seen_by_mpi, lines
@@ -107,8 +107,8 @@ def test_checked_collectives_name_what_differs_at_once():
 @pytest.mark.parametrize("status", [0, 5])
 def test_ranks_that_all_end_are_left_alone(status):
     script = f"work(make()); meet()\nif one: time.sleep(1.5)\nprint('all'); sys.exit({status})"
-    found, printed, lines, errors = job(script, ZERO_MPI_TIMEOUT="1")
-    assert (found, printed.count("all"), lines) == (status, 3, []), errors
+    actual, printed, lines, errors = job(script, ZERO_MPI_TIMEOUT="1")
+    assert (actual, printed.count("all"), lines) == (status, 3, []), errors
 
 
 def test_a_wait_without_an_end_ends_by_the_watchdog():
@@ -147,8 +147,8 @@ except SystemExit:
 
 def test_in_a_notebook_nothing_ends_the_kernel():
     """A single process keeps its hooks, signals and threads; an interrupt ends the cell."""
-    found = run_command([sys.executable, "-c", NOTEBOOK], timeout=60)
-    assert found == (0, "in the cell\nstill here [1.]\n", "")
+    result = run_command([sys.executable, "-c", NOTEBOOK], timeout=60)
+    assert result == (0, "in the cell\nstill here [1.]\n", "")
 
 
 @pytest.mark.parametrize("told", ["long", "-1", "nan", "inf"])

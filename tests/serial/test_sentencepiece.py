@@ -38,26 +38,26 @@ def merges():
 
 def test_every_text_comes_back_by_merges(merges):
     for text in TEXTS:
-        again = merges.decode(merges.encode(text)).decode()
+        decoded = merges.decode(merges.encode(text)).decode()
         parts = [part for part in merges._standing[False].cut(text.replace("▁", " ")) if part]
         if "▁" not in text and "<unk>" not in text:  # "▁" became a space, and <unk> has no spelling
-            assert again == "".join(merges.tokens[p] if isinstance(p, int) else " " + p for p in parts)
+            assert decoded == "".join(merges.tokens[p] if isinstance(p, int) else " " + p for p in parts)
 
 
 def test_many_documents_have_the_ids_of_each(tokenizer):
-    together = tokenizer.encode_batch(TEXTS, special=True)
-    for text, ids in zip(TEXTS, together, strict=True):
+    batch = tokenizer.encode_batch(TEXTS, special=True)
+    for text, ids in zip(TEXTS, batch, strict=True):
         assert (ids.tolist(), ids.dtype) == (tokenizer.encode(text, special=True).tolist(), np.uint16)
     assert tokenizer.encode_batch([]) == []
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_pieces_and_threads_have_the_ids_of_the_whole(tokenizer, threads, monkeypatch):
-    whole = [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)]
+    expected = [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(threads))
     for size in (1, 7, 100):
         monkeypatch.setattr(sentencepiece.gguf, "PIECE", size)
-        assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == whole
+        assert [ids.tolist() for ids in tokenizer.encode_batch(TEXTS)] == expected
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -72,10 +72,10 @@ def test_lengths_are_those_of_the_text(merges, text):
 def test_tokens_are_spelt_by_their_types():
     names = ["<unk>", "<s>", "</s>", "▁a▁b", "▁c", "<0xC3>", "<0xZZ>", "d"]
     tokens = list(zip(names, (2, 3, 3, 1, 4, 6, 6, 5), strict=True))
-    found = tokenizer_from_metadata(files.keys_of("llama", tokens, np.zeros(8)))
-    assert [found.decode([i]) for i in range(8)] == [b"", b"", b"", b" a b", "▁c".encode(), b"\xc3", b"", b""]
+    model = tokenizer_from_metadata(files.keys_of("llama", tokens, np.zeros(8)))
+    assert [model.decode([i]) for i in range(8)] == [b"", b"", b"", b" a b", "▁c".encode(), b"\xc3", b"", b""]
     with pytest.raises(ValueError, match="id 8 is outside the vocabulary of 8"):
-        found.decode([8])
+        model.decode([8])
 
 
 def test_the_same_loops_run_in_the_interpreter(tmp_path):
@@ -95,8 +95,8 @@ def test_the_same_loops_run_in_the_interpreter(tmp_path):
     command = [sys.executable, "-c", program, str(tmp_path / "keys")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    found = [tokenizer_from_metadata(keys).encode_batch(files.fuzzed(30)) for keys in both]
-    assert done.stdout.splitlines() == [str([ids.tolist() for ids in each]) for each in found]
+    batches = [tokenizer_from_metadata(keys).encode_batch(files.fuzzed(30)) for keys in both]
+    assert done.stdout.splitlines() == [str([ids.tolist() for ids in each]) for each in batches]
 
 
 # refused keys

@@ -48,8 +48,8 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def assert_same(server: Any, tokenizer: Tokenizer, text: str) -> None:
     """Compare the ids of a document as plain text and with its control tokens parsed."""
     assert tokenizer.encode(text).tolist() == tokenize(server, text, parse_special=False), repr(text)
-    meant = tokenize(server, text, parse_special=True)
-    assert tokenizer.encode(text, special=True).tolist() == meant, repr(text)
+    expected = tokenize(server, text, parse_special=True)
+    assert tokenizer.encode(text, special=True).tolist() == expected, repr(text)
 
 
 def test_the_ids_of_fuzzed_text_are_llama_cpps(both, quick):
@@ -79,8 +79,8 @@ def test_white_space_behind_tokens_of_phi_3_is_left_out(tmp_path):
     assert_same(server, tokenizer, text)
     plain = tokenizer_from_metadata(files.merged()).encode(text, special=True)
     assert len(plain) > len(tokenizer.encode(text, special=True)), "the name must change the ids"
-    again = tokenizer_from_metadata(tokenizer.metadata())
-    assert again.encode(text, special=True).tolist() == tokenizer.encode(text, special=True).tolist()
+    twin = tokenizer_from_metadata(tokenizer.metadata())
+    assert twin.encode(text, special=True).tolist() == tokenizer.encode(text, special=True).tolist()
     [(ids, lengths)] = tokenizer.encode_with_lengths([text])
     assert (ids.tolist(), lengths.sum()) == (tokenize(server, text, parse_special=True), len(text.encode()))
 
@@ -91,6 +91,6 @@ def test_a_letter_without_tokens_for_its_bytes_is_unknown(tmp_path):
     tokens = keys["tokenizer.ggml.tokens"]
     tokens[tokens.index("<0xF0>")] = "no byte"
     tokenizer = tokenizer_from_metadata(keys)
-    found = tokenizer.encode("\U0001f9ff").tolist()
-    assert [tokens[i] for i in found] == ["▁", "<unk>", "<0x9F>", "<0xA7>", "<0xBF>"]
-    assert np.unique(found).size == len(found)
+    ids = tokenizer.encode("\U0001f9ff").tolist()
+    assert [tokens[i] for i in ids] == ["▁", "<unk>", "<0x9F>", "<0xA7>", "<0xBF>"]
+    assert np.unique(ids).size == len(ids)

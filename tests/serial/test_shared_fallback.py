@@ -76,8 +76,8 @@ def run_with_shm(size: str, ranks: int, out: Path, *flags: str, how: str = "") -
         start = [str(script)]
     job = [*launcher(), "-n", str(ranks), sys.executable, *start, "--out", str(out), *flags]
     command, env = ["unshare", "-m", "sh", "-c", COMMAND, size, *job], {"HOW": how, "OMPI_MCA_osc": "^ucx"}
-    status, said, _ = run_command(command, timeout=50, env=env, cwd=out.parent, merge=True)
-    return status, said, sum(int(size) for size in re.findall(r"^left (\d+)$", said, re.MULTILINE))
+    status, output, _ = run_command(command, timeout=50, env=env, cwd=out.parent, merge=True)
+    return status, output, sum(int(size) for size in re.findall(r"^left (\d+)$", output, re.MULTILINE))
 
 
 @pytest.mark.parametrize("how", ["", "race"])
@@ -85,21 +85,21 @@ def test_too_little_shared_memory_is_one_line_and_messages(how, text, tmp_path):
     """Other processes may fill /dev/shm later. The library must have created the window by then, because
     Open MPI checks the space on one rank only, and if the check fails, other ranks wait forever."""
     flags, size = ["--data", *text, *MODEL], "100m" if how else "12m"
-    status, said, _ = run_with_shm(size, 2, tmp_path / "out", *flags, "--transport", "auto", how=how)
-    assert status == 0, said
-    lines = [line for line in said.splitlines() if "transport" in line]
+    status, output, _ = run_with_shm(size, 2, tmp_path / "out", *flags, "--transport", "auto", how=how)
+    assert status == 0, output
+    lines = [line for line in output.splitlines() if "transport" in line]
     reason = r"\d+.\d MiB of shared memory .*/dev/shm has .* free"
     reason = "/dev/shm is full: .*" if how else reason
-    assert len(lines) == 1, said
+    assert len(lines) == 1, output
     assert re.fullmatch(f"transport: mpi, because {reason}", lines[0])
     train(2, tmp_path / "roomy", *flags, "--transport", "shared")
     assert_same_run(tmp_path / "out", tmp_path / "roomy")
 
 
 def test_nothing_is_left_after_a_run(text, tmp_path):
-    status, said, left = run_with_shm("200m", 3, tmp_path / "out", "--data", *text, *MODEL)
-    assert status == 0, said
-    assert "transport: shared" in said
+    status, output, left = run_with_shm("200m", 3, tmp_path / "out", "--data", *text, *MODEL)
+    assert status == 0, output
+    assert "transport: shared" in output
     assert left == 0
 
 
@@ -108,7 +108,7 @@ def test_a_failure_leaves_no_window(text, tmp_path):
     left = {}
     for transport in ("mpi", "shared"):
         flags = ["--data", *text, *MODEL, "--transport", transport]
-        status, said, left[transport] = run_with_shm("200m", 3, tmp_path / transport, *flags, how="kill")
-        assert status != 0, said
-        assert f"transport: {transport}" in said
+        status, output, left[transport] = run_with_shm("200m", 3, tmp_path / transport, *flags, how="kill")
+        assert status != 0, output
+        assert f"transport: {transport}" in output
     assert left["shared"] <= left["mpi"] + (1 << 20), left

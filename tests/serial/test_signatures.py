@@ -44,21 +44,21 @@ versions = pytest.mark.parametrize("kind", [Plain, np.ndarray], ids=["reference"
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_what_does_not_fit_is_refused(name, kind):
     misfits.call(name, misfits.fitting()[name], placed(kind))
-    for label, fits, given in misfits.calls(name):
-        assert misfits.is_refused(name, given, placed(kind)) != fits, label
+    for label, fits, arguments in misfits.calls(name):
+        assert misfits.is_refused(name, arguments, placed(kind)) != fits, label
 
 
 @versions
 @pytest.mark.parametrize("kept_low", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_arrays_with_gaps_give_what_contiguous_ones_give(name, kept_low, kind):
-    given = misfits.fitting()[name]
-    given = misfits.in_low_precision(name, given) if kept_low else given
-    expected = leaves(misfits.call(name, given, placed(kind)))
-    for argument, whole in given.items():
-        if isinstance(whole, np.ndarray):
-            found = leaves(misfits.call(name, given | {argument: spread(whole)}, placed(kind)))
-            for one, other in zip(found, expected, strict=True):
+    arguments = misfits.fitting()[name]
+    arguments = misfits.in_low_precision(name, arguments) if kept_low else arguments
+    expected = leaves(misfits.call(name, arguments, placed(kind)))
+    for argument, array in arguments.items():
+        if isinstance(array, np.ndarray):
+            actual = leaves(misfits.call(name, arguments | {argument: spread(array)}, placed(kind)))
+            for one, other in zip(actual, expected, strict=True):
                 bound = 0.02 if kept_low else 1e-6
                 np.testing.assert_allclose(one, other, rtol=bound, atol=bound, err_msg=argument)
 

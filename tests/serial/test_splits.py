@@ -48,8 +48,8 @@ def by_us(folder: Path, edits: dict[int, Edit] | None = None) -> Path:
         }
         keys |= (edits or {}).get(number, {})
         architecture = keys.pop("general.architecture", "llama")
-        kept = {key: value for key, value in keys.items() if value is not None}
-        write_tensors(part(folder, number), architecture, kept, {name: values()[name] for name in tensors})
+        meta = {key: value for key, value in keys.items() if value is not None}
+        write_tensors(part(folder, number), architecture, meta, {name: values()[name] for name in tensors})
     return part(folder, 1)
 
 

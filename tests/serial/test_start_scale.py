@@ -23,19 +23,19 @@ def begun(ranks, folder):
     command = [sys.executable, SCRIPT, str(ranks), *FLAGS, "--data", *data]
     status, printed, errors = run_command(command, timeout=60, cwd=folder)
     assert status == 0, errors
-    found = json.loads(printed.splitlines()[-1])
-    assert found["ranks"] == ranks
-    return found
+    report = json.loads(printed.splitlines()[-1])
+    assert report["ranks"] == ranks
+    return report
 
 
 @pytest.mark.timeout_seconds(120)
 def test_what_a_start_costs_a_rank_hardly_grows_with_the_ranks(tmp_path, quick):
     ranks = MORE if quick else MOST
-    first, found = begun(FEW, tmp_path / "few"), begun(ranks, tmp_path / "more")
+    first, many = begun(FEW, tmp_path / "few"), begun(ranks, tmp_path / "more")
     sources = len(list(PACKAGE.rglob("*.py")))  # rank 0 reads each source file once to compare it over ranks
     assert sources < first["files"] < sources + 200
-    assert found["messages"] == first["messages"]
-    assert abs(found["files"] - first["files"]) <= 20  # the number of sign-of-life files depends on the clock
-    assert abs(found["said"] - first["said"]) <= 64  # messages have numbers with more digits
-    assert found["heard"] - first["heard"] <= HEARD * (ranks - FEW)
-    assert found["kept"] - first["kept"] <= KEPT * (ranks - FEW)
+    assert many["messages"] == first["messages"]
+    assert abs(many["files"] - first["files"]) <= 20  # the number of sign-of-life files depends on the clock
+    assert abs(many["said"] - first["said"]) <= 64  # messages have numbers with more digits
+    assert many["heard"] - first["heard"] <= HEARD * (ranks - FEW)
+    assert many["kept"] - first["kept"] <= KEPT * (ranks - FEW)

@@ -20,17 +20,17 @@ def often(monkeypatch):
 
 
 def test_a_run_is_running_and_renewed_then_done(tmp_path, often):
-    own, before = Status(tmp_path, 0, 4, 20), datetime.now(UTC) - timedelta(seconds=1)
-    own.begin()
-    said = status_of(tmp_path)
-    assert list(said) == FIELDS
-    assert before < datetime.fromisoformat(said["started"])
-    assert (said["state"], said["step"], said["steps"], said["ranks"]) == (RUNNING, 0, 20, 4)
-    assert said["version"] == __version__
-    own.at(7)
+    writer, before = Status(tmp_path, 0, 4, 20), datetime.now(UTC) - timedelta(seconds=1)
+    writer.begin()
+    record = status_of(tmp_path)
+    assert list(record) == FIELDS
+    assert before < datetime.fromisoformat(record["started"])
+    assert (record["state"], record["step"], record["steps"], record["ranks"]) == (RUNNING, 0, 20, 4)
+    assert record["version"] == __version__
+    writer.at(7)
     until(lambda: status_of(tmp_path)["step"] == 7, "step 7")
-    until(lambda: status_of(tmp_path)["updated"] > said["updated"], "another time")
-    own.end(DONE)
+    until(lambda: status_of(tmp_path)["updated"] > record["updated"], "another time")
+    writer.end(DONE)
     time.sleep(0.2)  # an update after the end would say "running"
     assert status_of(tmp_path)["state"] == DONE
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
@@ -43,22 +43,22 @@ def test_another_rank_that_ends_the_job_has_the_last_word(tmp_path, often):
     before = status_of(tmp_path)
     other.end(FAILED, "rank 1: RuntimeError: the fault")
     time.sleep(0.3)  # rank 0 lives a little longer and must not report success
-    said = status_of(tmp_path)
-    assert (said["state"], said["reason"], said["step"]) == (FAILED, "rank 1: RuntimeError: the fault", 3)
-    assert {key: said[key] for key in ("pid", "host", "started")}.items() <= before.items()
+    entry = status_of(tmp_path)
+    assert (entry["state"], entry["reason"], entry["step"]) == (FAILED, "rank 1: RuntimeError: the fault", 3)
+    assert {key: entry[key] for key in ("pid", "host", "started")}.items() <= before.items()
     root.end(FAILED, "rank 0 was ended")
     assert status_of(tmp_path)["reason"] == "rank 1: RuntimeError: the fault", "the first reason must stay"
 
 
 def test_where_no_new_file_has_room_the_old_one_is_written_over(tmp_path, monkeypatch):
-    own = Status(tmp_path, 0, 1, 5)
-    own.begin()
+    writer = Status(tmp_path, 0, 1, 5)
+    writer.begin()
 
     def no_room(source, target):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.replace", no_room)
-    own.end(FAILED, "No space left on device")
+    writer.end(FAILED, "No space left on device")
     assert status_of(tmp_path)["reason"] == "No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
@@ -71,9 +71,9 @@ def test_a_job_that_is_refused_says_so(tmp_path):
     flags = [*FLAGS, "--data", "nothing", "--out", "out"]
     status, _, errors = run_job(2, ["-m", "zero_mpi.train", *flags], cwd=tmp_path)
     assert status == 2, errors
-    said = status_of(tmp_path / "out")
-    assert (said["state"], said["step"]) == (FAILED, 0)
-    assert said["reason"] in errors
+    record = status_of(tmp_path / "out")
+    assert (record["state"], record["step"]) == (FAILED, 0)
+    assert record["reason"] in errors
 
 
 def test_a_run_that_is_not_begun_leaves_the_word_of_the_one_before(tmp_path):

@@ -91,18 +91,18 @@ class Terminal:
 @contextlib.contextmanager
 def terminal(*command: str) -> Iterator[Terminal]:
     """Run a command on a terminal; end it with the block at the latest."""
-    shown = Terminal(command)
+    screen = Terminal(command)
     try:
-        yield shown
+        yield screen
     finally:
-        if shown.poll() is None:
-            os.killpg(shown.pid, signal.SIGKILL)
-            os.waitpid(shown.pid, 0)
+        if screen.poll() is None:
+            os.killpg(screen.pid, signal.SIGKILL)
+            os.waitpid(screen.pid, 0)
 
 
 def told(out: Path) -> tuple[str, str]:
-    said = status_of(out)
-    return said["state"], said["reason"]
+    record = status_of(out)
+    return record["state"], record["reason"]
 
 
 def assert_saved(out: Path) -> int:
@@ -118,22 +118,22 @@ def assert_saved(out: Path) -> int:
 @needs_mpiexec
 def test_ctrl_c_under_a_launcher_saves_and_the_same_command_goes_on(flags, tmp_path):
     out = tmp_path / "out"
-    more = ["--out", str(out), *flags, "--schedule", "constant"]
-    with terminal(*launcher(), "-n", "2", *TRAIN, *more, *ENDLESS) as shown:
-        wait_for_lines(out / "metrics.jsonl", 5, shown)
-        shown.press(CTRL_C)
-        status = shown.wait()
-    assert "Traceback" not in shown.text
+    args = ["--out", str(out), *flags, "--schedule", "constant"]
+    with terminal(*launcher(), "-n", "2", *TRAIN, *args, *ENDLESS) as screen:
+        wait_for_lines(out / "metrics.jsonl", 5, screen)
+        screen.press(CTRL_C)
+        status = screen.wait()
+    assert "Traceback" not in screen.text
     stopped = assert_saved(out)
     assert 5 <= stopped < 100000
     if hands_sigterm_on():
         assert (status, told(out)) == (REQUEUE, ("stopped", "SIGINT"))
-        assert shown.text.count(STOPPING) == 1, shown.text
+        assert screen.text.count(STOPPING) == 1, screen.text
     else:
         assert (status, told(out)) == (FAILED, ("stopped", "SIGTERM"))
-        assert shown.text.count("stopping after this step") == 1, shown.text
-    train(2, out, *more[2:], "--steps", str(stopped + 2))
-    train(1, tmp_path / "unbroken", *more[2:], "--steps", str(stopped + 2))
+        assert screen.text.count("stopping after this step") == 1, screen.text
+    train(2, out, *args[2:], "--steps", str(stopped + 2))
+    train(1, tmp_path / "unbroken", *args[2:], "--steps", str(stopped + 2))
     assert_same_run(out, tmp_path / "unbroken")
 
 
@@ -149,15 +149,15 @@ def long_step(folder: Path, seconds: float) -> str:
 def test_a_second_ctrl_c_ends_at_once_and_keeps_what_is_saved(flags, tmp_path):
     out = tmp_path / "out"
     command = [PYTHON, long_step(tmp_path, 300), "--out", str(out), *flags, *ENDLESS, "--save-every", "2"]
-    with terminal(*command) as shown:
+    with terminal(*command) as screen:
         until((tmp_path / "at-0").exists, "step 4")
-        shown.press(CTRL_C)
-        shown.until(lambda: STOPPING in shown.text, 40)
+        screen.press(CTRL_C)
+        screen.until(lambda: STOPPING in screen.text, 40)
         time.sleep(0.5)  # two signals in less time would count as one
-        shown.press(CTRL_C)
-        assert shown.wait(10) == INTERRUPTED
-    assert "Traceback" not in shown.text
-    assert len(re.findall(r"zero_mpi: stopped ", shown.text)) == 1
+        screen.press(CTRL_C)
+        assert screen.wait(10) == INTERRUPTED
+    assert "Traceback" not in screen.text
+    assert len(re.findall(r"zero_mpi: stopped ", screen.text)) == 1
     assert os.readlink(out / "latest") == "step-00000004"
     assert told(out) == ("failed", "SIGINT, twice")
 
@@ -243,11 +243,11 @@ def test_a_script_that_trains_saves_and_ends_with_75(flags, tmp_path):
         wait_for_lines(out / "metrics.jsonl", 5, job)
         os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGINT)
         status = job.wait(40)
-    said = (tmp_path / "log").read_text()
-    assert "Traceback" not in said
+    output = (tmp_path / "log").read_text()
+    assert "Traceback" not in output
     assert assert_saved(out) >= 5
-    assert (status, told(out)[0]) == (REQUEUE, "stopped"), said
-    assert said.count(f"returned {REQUEUE}") == 2
+    assert (status, told(out)[0]) == (REQUEUE, "stopped"), output
+    assert output.count(f"returned {REQUEUE}") == 2
 
 
 # signals from the first line of the program on
@@ -380,10 +380,10 @@ def test_a_sample_is_cut_short(flags, tmp_path):
 
 def test_jobs_that_do_no_step_do_not_follow_each_other_for_ever(flags, tmp_path):
     """If the signal comes at each job's start, the second job without a step fails, so the chain ends."""
-    out, soon = tmp_path / "out", str(int(time.time()) + 170)
+    out, end = tmp_path / "out", str(int(time.time()) + 170)
     command = [*TRAIN, "--out", str(out), *flags, "--steps", "3"]
     program(tmp_path, "squeue", "exit 1")  # squeue fails, so the job's variables are used
-    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": soon, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": end, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     told_at_once = job | early(tmp_path, signal.SIGUSR1)
     assert run_command(command, timeout=40, env=told_at_once)[0] == REQUEUE, "once is allowed"
     status, _, errors = run_command(command, timeout=40, env=told_at_once)
@@ -410,11 +410,11 @@ def test_by_default_a_run_saves_now_and_then_by_the_clock_of_rank_0(flags, tmp_p
     """Saves that depend on the time do not change the bits."""
     script = tmp_path / "soon.py"
     script.write_text(SOON)
-    more = [*flags, "--steps", "4", "--keep", "2"]
-    printed = train(2, tmp_path / "out", *more, script=script)
+    args = [*flags, "--steps", "4", "--keep", "2"]
+    printed = train(2, tmp_path / "out", *args, script=script)
     assert printed.count("saved ") == 4
     assert len(list((tmp_path / "out").glob("step-*"))) == 2, "--keep must apply"
-    printed = train(2, tmp_path / "at-the-end", *more, "--save-every", "0", script=script)
+    printed = train(2, tmp_path / "at-the-end", *args, "--save-every", "0", script=script)
     assert printed.count("saved ") == 1
     assert_same_run(tmp_path / "out", tmp_path / "at-the-end")
     assert "save_every" not in (tmp_path / "out" / "config.toml").read_text()

@@ -35,11 +35,11 @@ def base(tmp_path_factory):
     (folder / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(400)))
     text = ["--data", str(folder / "text.txt")]
     train(1, folder / "run", *SIZES, *DATA, *text, "--steps", "1")
-    made = folder / "base.gguf"
-    command = ["-m", "zero_mpi", "export", str(folder / "run/latest"), str(made), "--type", "q4_0"]
+    path = folder / "base.gguf"
+    command = ["-m", "zero_mpi", "export", str(folder / "run/latest"), str(path), "--type", "q4_0"]
     assert run_job(1, command)[0] == 0
-    assert {info.type.name for info in GGUFFile.open(made).tensors.values()} >= {"Q4_0", "F32"}
-    return ["--init", str(made), *DATA, *text, "--lora", "3", "--steps", "4"]
+    assert {info.type.name for info in GGUFFile.open(path).tensors.values()} >= {"Q4_0", "F32"}
+    return ["--init", str(path), *DATA, *text, "--lora", "3", "--steps", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +95,8 @@ def test_a_scale_that_is_not_finite_is_refused(base, tmp_path):
     with broken.open("r+b") as raw:
         raw.seek(info.offset + info.nbytes - 18)
         raw.write(np.float16(np.inf).tobytes())
-    said = refused(2, tmp_path / "run", "--init", str(broken), *base[2:])
-    assert f"{broken}: tensor blk.1.ffn_down.weight holds values that are not finite" in said
+    message = refused(2, tmp_path / "run", "--init", str(broken), *base[2:])
+    assert f"{broken}: tensor blk.1.ffn_down.weight holds values that are not finite" in message
 
 
 @pytest.fixture(scope="module")

@@ -141,8 +141,8 @@ def test_the_share_of_the_peak_is_work_over_time(job):
 @needs_mpiexec
 def test_memory_of_each_rank_is_recorded_at_the_steps_of_the_log(job):
     _, _, records = job
-    wanted = {1, 2, 4, 6}  # the first step, evaluations, every fourth step, the last step
-    assert {record["step"] for record in records if "memory_bytes" in record} == wanted
+    expected = {1, 2, 4, 6}  # the first step, evaluations, every fourth step, the last step
+    assert {record["step"] for record in records if "memory_bytes" in record} == expected
     for record in records:
         counts = record.get("memory_bytes", [2**25, 2**25])
         assert len(counts) == 2

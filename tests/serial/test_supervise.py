@@ -125,11 +125,11 @@ def test_an_end_that_is_the_last(ends, status, tmp_path, capfd):
 def test_an_end_after_which_it_is_started_again(ends, reason, tmp_path, capfd):
     trial = Trial(tmp_path, f"records 12; saves 00000010; {ends}", DONE)
     assert trial.run("--restarts", "4") == 0
-    given = " ".join(trial.words()[1:])
-    assert trial.starts == [given, f"{given} --resume auto"]
-    ended, again = capfd.readouterr().err.splitlines()
+    words = " ".join(trial.words()[1:])
+    assert trial.starts == [words, f"{words} --resume auto"]
+    ended, restart = capfd.readouterr().err.splitlines()
     assert f"step 12: {reason}" in ended
-    assert "restart 1 of 4 from step-00000010" in again
+    assert "restart 1 of 4 from step-00000010" in restart
     (event,) = read_events(trial.out / "events.jsonl")
     assert (event["event"], event["step"]) == ("restarted", 12)
     assert event["reason"].startswith(reason)
@@ -146,14 +146,14 @@ def test_the_word_of_the_job_before_is_not_its_own(tmp_path):
 def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time(tmp_path, capfd):
     """Numbers in the reason are ignored, because ranks, seconds and processes differ."""
     fails = "saves 00000010; records 12; says failed 'rank {} after {}.5 s: ValueError'; exit 1"
-    again = "records 12; says failed 'rank 3 after 9.5 s: ValueError'; exit 1"
-    trial = Trial(tmp_path, fails.format(1, 4), again, DONE)
+    repeat = "records 12; says failed 'rank 3 after 9.5 s: ValueError'; exit 1"
+    trial = Trial(tmp_path, fails.format(1, 4), repeat, DONE)
     assert trial.run() == 1
     assert len(trial.starts) == 2
-    event, why = trial.events[-1]
+    event, reason = trial.events[-1]
     assert event == "gave-up"
-    assert "step 12: rank 3 after 9.5 s: ValueError" in why
-    assert why in capfd.readouterr().err
+    assert "step 12: rank 3 after 9.5 s: ValueError" in reason
+    assert reason in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -199,8 +199,8 @@ def test_it_goes_on_from_its_own_checkpoint_as_soon_as_there_is_one(flag, tmp_pa
     (trial.out / "step-00000099").mkdir(parents=True)
     (trial.out / "latest").symlink_to("step-00000099")
     assert trial.run(of_run=(*flag, "--steps", "9")) == 0
-    asked = " ".join(flag)
-    assert [asked in start for start in trial.starts] == [True, True, False]
+    words = " ".join(flag)
+    assert [words in start for start in trial.starts] == [True, True, False]
     assert "--resume auto --steps 9" in trial.starts[2].replace("=", " ")
 
 
@@ -290,10 +290,10 @@ def test_the_nodes_of_a_slurm_job(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     environ = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "4(x2),2"}
-    found = find_pool("", "", environ)
-    assert found.hosts == (HostEntry("n1", 4), HostEntry("n2", 4), HostEntry("n3", 2))
-    assert found.probe[0] == "srun"
-    assert "--nodelist={host}" in found.probe
+    pool = find_pool("", "", environ)
+    assert pool.hosts == (HostEntry("n1", 4), HostEntry("n2", 4), HostEntry("n3", 2))
+    assert pool.probe[0] == "srun"
+    assert "--nodelist={host}" in pool.probe
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     trial, (*_, probe) = host_trial(tmp_path, "", LOSES.format("n2", 5), DONE)
@@ -316,15 +316,15 @@ def test_a_step_of_slurm_need_not_wait_for_the_one_before_it(tmp_path):
 
 def test_a_run_without_a_sign_of_life_is_ended_and_started_again(tmp_path, capfd, monkeypatch):
     """The run ignores SIGTERM, and all processes of its group are ended."""
-    left, why = tmp_path / "left", "no sign of life"
+    left, reason = tmp_path / "left", "no sign of life"
     monkeypatch.setattr(attempt, "GRACE", 0.3)
     monkeypatch.setattr(attempt, "CHECK_RUN_SECONDS", 0.0)
-    monkeypatch.setattr(attempt.Attempt, "_silence", lambda self, now: why if left.exists() else "")
+    monkeypatch.setattr(attempt.Attempt, "_silence", lambda self, now: reason if left.exists() else "")
     hangs = "trap '' TERM; records 3; saves 2; says running\nsleep 1000 & echo $! > $here/new\n"
     hangs += "mv $here/new $here/left; while :; do wait; done"
     trial = Trial(tmp_path, hangs, f"mv $here/left $here/was; {DONE}")
     assert trial.run() == 0
-    assert f"step 3: {why}" in capfd.readouterr().err
+    assert f"step 3: {reason}" in capfd.readouterr().err
     until(lambda: not is_alive(int((tmp_path / "was").read_text())), "the end of its process")
 
 
@@ -338,13 +338,13 @@ def is_alive(pid: int) -> bool:
 def test_signs_of_life_are_what_the_run_writes(tmp_path):
     """A renewed lock is a sign of life too; without a run folder or a limit, no run counts as silent."""
     now = time.monotonic()
-    found = attempt.Attempt(RunFolder(tmp_path), StopRequest(), 900.0)
-    assert found._silence(now + 800) == ""
+    run = attempt.Attempt(RunFolder(tmp_path), StopRequest(), 900.0)
+    assert run._silence(now + 800) == ""
     for number, name in enumerate((".lock", "metrics.jsonl", "status.json", "events.jsonl"), 1):
         (tmp_path / name).write_text("x")
-        assert found._silence(now + 1000 * number) == ""
-        assert found._silence(now + 1000 * number + 899) == ""
-    assert "900 s" in found._silence(now + 5000)
+        assert run._silence(now + 1000 * number) == ""
+        assert run._silence(now + 1000 * number + 899) == ""
+    assert "900 s" in run._silence(now + 5000)
     assert attempt.Attempt(RunFolder(tmp_path), StopRequest(), 0.0)._silence(now + 1e6) == ""
     assert attempt.Attempt(RunFolder(NO_FOLDER), StopRequest(), 900.0)._silence(now + 1e6) == ""
 
@@ -388,15 +388,15 @@ def test_a_run_that_has_not_heard_it_is_told_again(tmp_path, monkeypatch):
     monkeypatch.setattr(attempt, "AGAIN", 0.2)
     counts = "n=$((n+1)); [[ $n = 3 ]] && says stopped && exit 1"
     trial = Trial(tmp_path, HEARS.format(counts), DONE)
-    found = prepare(["--backoff", "0", "--", *trial.words()])
+    supervisor = prepare(["--backoff", "0", "--", *trial.words()])
 
     def tell() -> None:
         until((tmp_path / "ready").exists, "the start of the run")
-        found.stop.signal_name = "SIGUSR1"
+        supervisor.stop.signal_name = "SIGUSR1"
 
     thread = threading.Thread(target=tell)
     thread.start()
-    assert found.run() == 75
+    assert supervisor.run() == 75
     thread.join()
     assert (tmp_path / "told").read_text() == "told\n" * 3
 

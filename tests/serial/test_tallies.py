@@ -30,27 +30,27 @@ def test_backward_is_the_slope_of_loss_and_auxiliary_losses(recompute):
     p, way = ({name: draw(param.shape) for name, param in chain.params().items()} for _ in range(2))
     way |= {name: 0 * way[name] for name, param in chain.params().items() if param.buffer}
     x, way_x, d = draw((3, 7)), draw((3, 7)), draw((3, 5))
-    given = StageWeights(p, BatchContext(factors=FACTORS))
-    _, saved = chain.forward(given, x)
+    weights = StageWeights(p, BatchContext(factors=FACTORS))
+    _, saved = chain.forward(weights, x)
     g = {name: np.zeros(value.shape) for name, value in p.items()}
-    dx = chain.backward(given, saved, d, g)
-    got = np.vdot(dx, way_x) + sum(np.vdot(g[name], way[name]) for name in p)
+    dx = chain.backward(weights, saved, d, g)
+    actual = np.vdot(dx, way_x) + sum(np.vdot(g[name], way[name]) for name in p)
     ahead, behind = (
         objective(chain, {name: p[name] + by * way[name] for name in p}, x + by * way_x, d) for by in (h, -h)
     )
-    assert (ahead - behind) / (2 * h) == pytest.approx(got, rel=1e-7)
+    assert (ahead - behind) / (2 * h) == pytest.approx(actual, rel=1e-7)
 
 
 def wide(stages, p, xs):
     """Return gradients in float64, summed over micro-batches, and the means of the auxiliary losses."""
     model = Chain(*(stage.layer for stage in stages))
-    g, found = {name: np.zeros(value.shape) for name, value in p.items()}, np.zeros(2)
+    g, means = {name: np.zeros(value.shape) for name, value in p.items()}, np.zeros(2)
     for x in xs:
         batch = BatchContext(factors={name: factor / len(xs) for name, factor in FACTORS.items()})
         y, saved = model.forward(StageWeights(p, batch), x.astype(np.float64))
         model.backward(StageWeights(p, batch), saved, 2e-3 * y, g)
-        found += pressed.square(batch.sums) / len(xs), batch.sums["size"] / len(xs)
-    return g, dict(zip(FACTORS, found, strict=True))
+        means += pressed.square(batch.sums) / len(xs), batch.sums["size"] / len(xs)
+    return g, dict(zip(FACTORS, means, strict=True))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -61,8 +61,8 @@ def test_the_objective_has_their_mean_over_micro_batches(recompute):
     accum = GradAccum(module, COUNT)
     pressed.rounds(accum, 0)
     module.sync_gradients()
-    for name, found in module.named_gradients():
-        np.testing.assert_allclose(found, expected[name].ravel(), rtol=0, atol=2e-5)
+    for name, gradient in module.named_gradients():
+        np.testing.assert_allclose(gradient, expected[name].ravel(), rtol=0, atol=2e-5)
     assert pressed.losses(module) == pytest.approx(losses, rel=1e-6)
     assert "body.center" not in dict(module.named_gradients())
 
@@ -71,11 +71,11 @@ def test_scales_of_the_caller_stand_in_for_the_layers():
     def gradients(**scales):
         module, _ = pressed.make(SerialComm(), auxiliary=scales)
         pressed.rounds(GradAccum(module, COUNT), 0)
-        return np.concatenate([found for _, found in module.named_gradients()])
+        return np.concatenate([gradient for _, gradient in module.named_gradients()])
 
-    without, one, two = (gradients(pressure=scale, size=0.0) for scale in (0.0, 0.3, 0.6))
-    np.testing.assert_allclose(two - without, 2 * (one - without), rtol=0, atol=1e-5)
-    assert abs(one - without).max() > 0.01
+    zero, one, two = (gradients(pressure=scale, size=0.0) for scale in (0.0, 0.3, 0.6))
+    np.testing.assert_allclose(two - zero, 2 * (one - zero), rtol=0, atol=1e-5)
+    assert abs(one - zero).max() > 0.01
     with pytest.raises(ValueError, match=r"body\.center\.sum"):
         pressed.make(SerialComm(), auxiliary={"body.center.sum": 1.0})
 
@@ -84,10 +84,10 @@ def test_an_evaluation_applies_and_tallies_nothing():
     module, _ = pressed.make(SerialComm())
     pressed.rounds(GradAccum(module, COUNT), 0)
     module.forward(pressed.read(1, 0), training=False)
-    found = pressed.losses(module)
+    losses = pressed.losses(module)
     other, _ = pressed.make(SerialComm())
     pressed.rounds(GradAccum(other, COUNT), 0)
-    assert found == pressed.losses(other)
+    assert losses == pressed.losses(other)
 
 
 def test_a_buffer_follows_the_mean_over_all_micro_batches():

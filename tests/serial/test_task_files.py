@@ -98,18 +98,18 @@ class Harness:
         bare = context.rstrip()
         continuation, context = context[len(bare) :] + continuation, bare
         before = self.first + self.encode(context)
-        whole = self.first + self.encode(context + continuation)
-        return self.span(before or [self.bos], whole[len(before) :])
+        tokens = self.first + self.encode(context + continuation)
+        return self.span(before or [self.bos], tokens[len(before) :])
 
-    def rolling(self, text: str, most: int) -> float:
+    def rolling(self, text: str, limit: int) -> float:
         """Return a text's log-likelihood in the windows of get_rolling_token_windows with context_len 1."""
         tokens = self.first + self.encode(text)
-        total = self.span([self.bos], tokens[:most])
-        done = min(most, len(tokens))
+        total = self.span([self.bos], tokens[:limit])
+        done = min(limit, len(tokens))
         while done < len(tokens):
-            new = min(len(tokens) - done, most)
+            new = min(len(tokens) - done, limit)
             end = done + new
-            total += self.span(tokens[end - most - 1 : end - new], tokens[end - new : end])
+            total += self.span(tokens[end - limit - 1 : end - new], tokens[end - new : end])
             done = end
         return total
 
@@ -139,10 +139,10 @@ def test_shares_and_log_likelihoods_are_lm_evals(small, tmp_path, which, name):
         {"acc": lambda text: 1, "acc_norm": len, "acc_bytes": lambda t: len(t.encode())},
     )
     hits = dict.fromkeys(norms, 0)
-    for (_, contexts, answers, right), found in zip(questions, figures["log_likelihoods"], strict=True):
+    for (_, contexts, answers, right), actual in zip(questions, figures["log_likelihoods"], strict=True):
         pairs = zip(contexts * (len(answers) // len(contexts)), answers, strict=True)
         expected = [harness.log_likelihood(*pair) for pair in pairs]
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
         for figure, size in norms.items():
             hits[figure] += (
                 int(np.argmax([ll / size(t[1:]) for ll, t in zip(expected, answers, strict=True)])) == right
@@ -157,23 +157,23 @@ def test_shares_and_log_likelihoods_are_lm_evals(small, tmp_path, which, name):
 )
 def test_forms_are_those_of_the_data_sets(tmp_path, name, line, contexts, answers, right):
     (tmp_path / name).write_text(json.dumps(line))
-    (found,) = with_shots(read_choices(tmp_path / name, "\nAnswer: "), 0)
-    assert [[*found.contexts], [*found.answers], found.right] == [contexts, answers, right]
+    (question,) = with_shots(read_choices(tmp_path / name, "\nAnswer: "), 0)
+    assert [[*question.contexts], [*question.answers], question.right] == [contexts, answers, right]
 
 
 def test_solved_questions_stand_between_subject_and_question(tmp_path):
     lines = [{**FLAT, "choices": ["a", "b"], "subject": "us_history", "answer": n} for n in (0, 1)]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found = with_shots(read_choices(tmp_path / "m.jsonl"), 1)
-    assert [each.contexts for each in found] == [[f"{ABOUT}{LISTED} {x}\n\n{LISTED}"] for x in "BA"]
+    questions = with_shots(read_choices(tmp_path / "m.jsonl"), 1)
+    assert [each.contexts for each in questions] == [[f"{ABOUT}{LISTED} {x}\n\n{LISTED}"] for x in "BA"]
 
 
 def test_the_delimiter_is_of_the_question(tmp_path):
     """The delimiter belongs to the question: as in CORE, only the text after `prompt.strip()` counts."""
     (tmp_path / "q.jsonl").write_text(json.dumps({"context": "Who?", "continuation": "Ada"}))
-    found = encode_choices(tmp_path / "q.jsonl", ByteTokenizer(), 64, delimiter="\nAnswer: ")
-    assert bytes(found.sequences[0][1:].tolist()) == b"Who?\nAnswer: Ada"
-    assert found.tokens == [4]
+    choices = encode_choices(tmp_path / "q.jsonl", ByteTokenizer(), 64, delimiter="\nAnswer: ")
+    assert bytes(choices.sequences[0][1:].tolist()) == b"Who?\nAnswer: Ada"
+    assert choices.tokens == [4]
     assert read_task(["m", "--task", "q", "--delimiter", r"\nAnswer: "]).delimiter == "\nAnswer: "
     with pytest.raises(UsageError, match="--delimiter"):
         read_task(["m", "--data", "t", "--delimiter", "x"])
@@ -187,17 +187,17 @@ TEXTS = ["The lazy dog jumps  over the fox. " * 12, "Une école d'été\n\nand m
 def test_rolling_perplexity_is_lm_evals(small, tmp_path, which):
     path, texts = (small, TEXTS) if which == "small" else (Path(smollm2()), TEXTS[1:])
     figures, _ = evaluate(tmp_path, path, [{"text": text} for text in texts])
-    harness, most = Harness(path), 96 if which == "small" else 2048
+    harness, limit = Harness(path), 96 if which == "small" else 2048
     assert which != "small" or len(harness.encode(texts[0])) > 96, "several windows"
-    each = [harness.rolling(text, most) for text in texts]
+    totals = [harness.rolling(text, limit) for text in texts]
     np.testing.assert_allclose(
-        [sum(found) for found in figures["log_likelihoods"]], each, rtol=1e-4, atol=1e-4
+        [sum(parts) for parts in figures["log_likelihoods"]], totals, rtol=1e-4, atol=1e-4
     )
     words, nbytes = sum(len(text.split()) for text in texts) + 1, sum(len(text.encode()) for text in texts)
     words -= which != "small"  # only "small" has a text that ends in a space: lm-eval adds a word
-    assert figures["word_perplexity"] == pytest.approx(math.exp(-sum(each) / words), rel=1e-4)
-    assert figures["byte_perplexity"] == pytest.approx(math.exp(-sum(each) / nbytes), rel=1e-4)
-    assert figures["bits_per_byte"] == pytest.approx(-sum(each) / nbytes / math.log(2), rel=1e-4)
+    assert figures["word_perplexity"] == pytest.approx(math.exp(-sum(totals) / words), rel=1e-4)
+    assert figures["byte_perplexity"] == pytest.approx(math.exp(-sum(totals) / nbytes), rel=1e-4)
+    assert figures["bits_per_byte"] == pytest.approx(-sum(totals) / nbytes / math.log(2), rel=1e-4)
 
 
 CORE = {
@@ -227,8 +227,8 @@ def core(harness: Harness, items: list[Any], kind: str, shots: int) -> tuple[flo
     hits, nats = 0, dict[int, list[float]]()
     for number, place in enumerate(order):
         others = [i for i in range(len(order)) if i != number]
-        drawn = random.Random(1234 + number).sample(others, shots) if shots else []
-        item, solved = items[place], [items[order[i]] for i in drawn]
+        numbers = random.Random(1234 + number).sample(others, shots) if shots else []
+        item, solved = items[place], [items[order[i]] for i in numbers]
         if kind == "multiple choice":
             front = "".join(f"{s['query']} {s['choices'][s['gold']]}\n\n" for s in solved)
             prompts = [f"{front}{item['query']} {choice}" for choice in item["choices"]]
@@ -237,8 +237,8 @@ def core(harness: Harness, items: list[Any], kind: str, shots: int) -> tuple[flo
             prompts = [f"{front}{context} {item['continuation']}" for context in item["context_options"]]
         else:
             front = "".join(f"{s['context'].strip()} {s['continuation']}\n\n" for s in solved)
-            without = f"{front}{item['context'].strip()}"
-            prompts = [without, f"{without} {item['continuation']}"]
+            question = f"{front}{item['context'].strip()}"
+            prompts = [question, f"{question} {item['continuation']}"]
         rows = [[harness.bos, *harness.encode(prompt)] for prompt in prompts]
         if kind == "language modeling":
             before, row = rows
@@ -249,12 +249,12 @@ def core(harness: Harness, items: list[Any], kind: str, shots: int) -> tuple[flo
             nats[place] = [harness.span(before, row[len(before) :])]
             continue
         ends = rows if kind == "multiple choice" else [row[::-1] for row in rows]
-        same = next(i for i in range(999) if len({row[i] if i < len(row) else -i for row in ends}) > 1)
-        starts = [same if kind == "multiple choice" else len(row) - same for row in rows]
-        found = [harness.span(row[:start], row[start:]) for row, start in zip(rows, starts, strict=True)]
-        means = [ll / (len(row) - start) for ll, row, start in zip(found, rows, starts, strict=True)]
+        length = next(i for i in range(999) if len({row[i] if i < len(row) else -i for row in ends}) > 1)
+        starts = [length if kind == "multiple choice" else len(row) - length for row in rows]
+        scores = [harness.span(row[:start], row[start:]) for row, start in zip(rows, starts, strict=True)]
+        means = [ll / (len(row) - start) for ll, row, start in zip(scores, rows, starts, strict=True)]
         hits += int(np.argmax(means)) == item["gold"]
-        nats[place] = found
+        nats[place] = scores
     return hits / len(items), [nats[place] for place in range(len(items))]
 
 
@@ -265,8 +265,8 @@ def test_core_is_nanochats(small, tmp_path, kind, shots):
     figures, _ = evaluate(tmp_path, small, CORE[kind], "--shots", str(shots))
     share, nats = core(Harness(small), CORE[kind], kind, shots)
     assert figures["acc"] == share
-    for found, expected in zip(figures["log_likelihoods"], nats, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    for actual, expected in zip(figures["log_likelihoods"], nats, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_mpiexec
@@ -304,20 +304,20 @@ def test_question_and_answer_are_encoded_as_one_text(tmp_path, tokenizer, bos):
     ]
     path = tmp_path / "q.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    found, place, front = encode_choices(path, tokenizer, 64, bos), 0, [] if bos is None else [bos]
+    choices, place, front = encode_choices(path, tokenizer, 64, bos), 0, [] if bos is None else [bos]
     for line in lines:
         for answer in line["answers"]:
-            whole = [*front, *tokenizer.encode(line["question"] + answer).tolist()]
-            alone = [*front, *tokenizer.encode(line["question"].rstrip()).tolist()]
-            ids, start = found.sequences[place].tolist(), found.starts[place]
+            tokens = [*front, *tokenizer.encode(line["question"] + answer).tolist()]
+            prompt = [*front, *tokenizer.encode(line["question"].rstrip()).tolist()]
+            ids, start = choices.sequences[place].tolist(), choices.starts[place]
             if line["question"] or bos:
-                assert ids == whole
-                assert whole[:start] == alone[:start]
-                assert start == len(alone) or whole[start] != alone[start]
+                assert ids == tokens
+                assert tokens[:start] == prompt[:start]
+                assert start == len(prompt) or tokens[start] != prompt[start]
             else:
-                assert (ids, start) == ([256, *whole], 1)
+                assert (ids, start) == ([256, *tokens], 1)
             place += 1
-    assert found.tokens[0:2] == found.tokens[2:4]
+    assert choices.tokens[0:2] == choices.tokens[2:4]
 
 
 def test_lines_of_two_forms_and_too_many_shots_are_refused(tmp_path):

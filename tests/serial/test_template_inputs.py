@@ -63,14 +63,14 @@ def test_what_is_no_variable_and_no_day_is_refused(name, value):
 
 def test_a_template_is_given_what_flags_say_as_in_transformers(tmp_path):
     line = written(tmp_path, {"messages": said("a", "b")}, {"messages": said("a", "b", system="own")})
-    given = inputs(template_var=["v=[1]"], enable_thinking="false", system="s")
-    found = list(ConversationReader(chat_tokenizer(SHOWING), inputs=given).read([("c", line)]))
-    for each, system in zip(found, ("s", "own"), strict=True):
+    settings = inputs(template_var=["v=[1]"], enable_thinking="false", system="s")
+    chats = list(ConversationReader(chat_tokenizer(SHOWING), inputs=settings).read([("c", line)]))
+    for chat, system in zip(chats, ("s", "own"), strict=True):
         expected = transformers_tokenizer().apply_chat_template(
             said("a", "b", system=system), chat_template=SHOWING, v=[1], enable_thinking=False, tokenize=False
         )
-        assert each.text == expected
-        assert answers_in(each) == ["b<|im_end|>"]
+        assert chat.text == expected
+        assert answers_in(chat) == ["b<|im_end|>"]
 
 
 def test_a_message_of_the_system_moves_what_counts(tmp_path):
@@ -78,9 +78,9 @@ def test_a_message_of_the_system_moves_what_counts(tmp_path):
     silent = {"role": "assistant", "content": "no", "weight": 0}
     line = written(tmp_path, row, {"messages": [*said("a", "yes", "b"), silent]})
     reads = ConversationReader(chat_tokenizer(CHATML), inputs=TemplateInputs(system="s"))
-    for each in reads.read([("c", line)]):
-        assert each.text.startswith("<|im_start|>system\ns<|im_end|>")
-        assert answers_in(each) == ["yes<|im_end|>"]
+    for chat in reads.read([("c", line)]):
+        assert chat.text.startswith("<|im_start|>system\ns<|im_end|>")
+        assert answers_in(chat) == ["yes<|im_end|>"]
 
 
 def test_variables_are_of_the_digest_of_data_and_of_the_entry_of_encoded_text(tmp_path, monkeypatch):
@@ -88,15 +88,15 @@ def test_variables_are_of_the_digest_of_data_and_of_the_entry_of_encoded_text(tm
     keys = list[dict[str, object]]()
     from zero_mpi.data import document_reader
 
-    through = document_reader.through
+    real = document_reader.through
     monkeypatch.setattr(
         document_reader,
         "through",
-        lambda files, settings, *rest: keys.append(settings) or through(files, settings, *rest),
+        lambda files, settings, *rest: keys.append(settings) or real(files, settings, *rest),
     )
-    given = [{}, {"variables": {"v": 1}}, {"system": "s"}, {"day": "2025-01-01"}]
-    found = [corpus(path, SHOWING, inputs=TemplateInputs(**each)).sha256 for each in given]
-    assert len(set(found)) == 3, "no template here uses the date"
+    cases = [{}, {"variables": {"v": 1}}, {"system": "s"}, {"day": "2025-01-01"}]
+    digests = [corpus(path, SHOWING, inputs=TemplateInputs(**each)).sha256 for each in cases]
+    assert len(set(digests)) == 3, "no template here uses the date"
     assert len({repr(sorted(each.items())) for each in keys}) == 4
 
 
@@ -133,15 +133,15 @@ def test_rows_with_tools_take_the_template_that_transformers_takes(case, tmp_pat
     path = named_folder(tmp_path / "m", others, **files)
     theirs, ours = transformers.AutoTokenizer.from_pretrained(path.parent), tokenizer_in(str(path))
     line = written(tmp_path, {"messages": said("a")}, {"messages": said("a"), "tools": TOOLS})
-    found = ConversationReader(ours, "all").read([("c", line)])
+    chats = ConversationReader(ours, "all").read([("c", line)])
     rendered = [theirs.apply_chat_template(said("a"), tools=tools, tokenize=False) for tools in (None, TOOLS)]
-    assert [each.text for each in found] == rendered
+    assert [chat.text for chat in chats] == rendered
     write_model(tmp_path / "m.gguf", ours.metadata())
-    again = BPETokenizer(GGUFFile.open(tmp_path / "m.gguf").metadata)
-    assert [each.text for each in ConversationReader(again, "all").read([("c", line)])] == rendered
+    twin = BPETokenizer(GGUFFile.open(tmp_path / "m.gguf").metadata)
+    assert [chat.text for chat in ConversationReader(twin, "all").read([("c", line)])] == rendered
     (tmp_path / "out").mkdir()
     for name, content in (("tokenizer.json", tokenizer_json), ("tokenizer_config.json", tokenizer_config)):
-        (tmp_path / "out" / name).write_text(json.dumps(content(again.metadata())))
+        (tmp_path / "out" / name).write_text(json.dumps(content(twin.metadata())))
     exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert [
         exported.apply_chat_template(said("a"), tools=t, tokenize=False) for t in (None, TOOLS)
@@ -163,13 +163,13 @@ def test_samples_and_chat_take_the_flags(folder, capfdbinary):
     flags = [folder / "m.gguf", "--data", folder / "chat.jsonl", "--count", "1"]
     flags += ["--chat-template", folder / "t.jinja"]
     day = ["--template-date", "2025-02-03"]
-    said = printed(capfdbinary, *flags, "--template-var", "v=[1]", "--system", "Be so", *day)
-    assert "[1]" in said
-    assert "Be so" in said
-    assert "Today: 03 Feb 2025" in said
+    output = printed(capfdbinary, *flags, "--template-var", "v=[1]", "--system", "Be so", *day)
+    assert "[1]" in output
+    assert "Be so" in output
+    assert "Today: 03 Feb 2025" in output
     today = {date.today()}
-    said = printed(capfdbinary, *flags)
-    assert any(f"{day:Today: %d %b %Y}" in said for day in today | {date.today()})
+    output = printed(capfdbinary, *flags)
+    assert any(f"{day:Today: %d %b %Y}" in output for day in today | {date.today()})
 
 
 @needs_mpiexec

@@ -26,12 +26,12 @@ def test_an_error_is_one_short_line_whatever_was_given(name, arguments, monkeypa
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     with pytest.raises(SystemExit) as end:
         start(name)
-    printed, said = capfd.readouterr()
-    assert (end.value.code, printed, said.count("\n")) == (2, "", 1)
-    assert said.startswith(f"zero_mpi {name}: error: ")
-    assert said == printable(said, keep="\n")
-    assert len(said) < 2000
-    assert max(map(len, said.split())) <= 200
+    printed, errors = capfd.readouterr()
+    assert (end.value.code, printed, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith(f"zero_mpi {name}: error: ")
+    assert errors == printable(errors, keep="\n")
+    assert len(errors) < 2000
+    assert max(map(len, errors.split())) <= 200
 
 
 def test_a_log_line_is_one_line_and_a_text_keeps_its_lines(capsys):
@@ -57,7 +57,7 @@ def test_the_watchdogs_words_and_a_traceback_control_nothing(capfd):
         "run('it', fail, [], alone=True)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=50, check=False)
-    said = ended.stderr.decode()
-    assert (ended.returncode, "Traceback" in said, r"RuntimeError: a\x1b[2Jxx" in said) == (1, True, True)
-    assert said == printable(said, keep="\n")
-    assert max(map(len, said.splitlines())) < 2000
+    errors = ended.stderr.decode()
+    assert (ended.returncode, "Traceback" in errors, r"RuntimeError: a\x1b[2Jxx" in errors) == (1, True, True)
+    assert errors == printable(errors, keep="\n")
+    assert max(map(len, errors.splitlines())) < 2000

@@ -46,18 +46,18 @@ def test_all_operations_on_threads(of_threads, count, least, monkeypatch):
     """
     monkeypatch.setattr(threads, "LEAST_PRODUCT", least)
     ops.prepare(kind=BFLOAT16)
-    alone = results_by_place()
+    serial = results_by_place()
     of_threads(count)
-    shared, again = results_by_place(), results_by_place()
+    shared, repeat = results_by_place(), results_by_place()
     assert {place: x.tobytes() for place, x in shared.items()} == {
-        place: x.tobytes() for place, x in again.items()
+        place: x.tobytes() for place, x in repeat.items()
     }
-    differ = [place for place, x in alone.items() if x.tobytes() != shared[place].tobytes()]
+    differ = [place for place, x in serial.items() if x.tobytes() != shared[place].tobytes()]
     assert differ
-    sums = [each for each in differ if each[2] in SUMS.get(each[1], ()) or alone[each].ndim < 2]
+    sums = [each for each in differ if each[2] in SUMS.get(each[1], ()) or serial[each].ndim < 2]
     assert least == 64 or sums == differ
     for place in differ:
-        x, y = alone[place], shared[place]
+        x, y = serial[place], shared[place]
         a, b = x.astype(np.float64), y.astype(np.float64)
         terms = 1e-6 * abs(a).max()
         assert (abs(a - b) <= (2.0**-7 if x.dtype == BFLOAT16 else 1e-5) * (1 + abs(a)) + terms).all()

@@ -94,21 +94,21 @@ def ids_of(document):
     ],
 )
 def test_each_format_gives_what_was_written(write, options, ends, tmp_path):
-    found = read(write(tmp_path, **options))
-    assert ids_of(found) == IDS
-    assert (None if found.ends is None else found.ends.tolist()) == ends
-    wide = max(span.dtype.itemsize for span in found.tokens.spans) > 2
-    assert found.tokens.dtype == (np.uint32 if wide else np.uint16)
-    read_there = found.tokens.read(np.array([2, 7]), np.array([3, 2]))
+    file = read(write(tmp_path, **options))
+    assert ids_of(file) == IDS
+    assert (None if file.ends is None else file.ends.tolist()) == ends
+    wide = max(span.dtype.itemsize for span in file.tokens.spans) > 2
+    assert file.tokens.dtype == (np.uint32 if wide else np.uint16)
+    read_there = file.tokens.read(np.array([2, 7]), np.array([3, 2]))
     assert read_there.tolist() == IDS[2:5] + IDS[7:9]
 
 
 def test_ids_without_a_header_are_said_to_be_some(tmp_path):
     path = write_nanogpt(tmp_path)
     assert not are_tokens(collect_files([str(path)]))
-    ((name, there),) = collect_files([f"nanogpt:{path}"])
-    assert (name, there) == ("nanogpt:tokens.bin", path)
-    assert ids_of(read(there, name)) == IDS
+    ((name, place),) = collect_files([f"nanogpt:{path}"])
+    assert (name, place) == ("nanogpt:tokens.bin", path)
+    assert ids_of(read(place, name)) == IDS
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "tokenizer": None, "vocab_size": VOCABULARY}
     assert load_corpus([f"nanogpt:{path}"], **options).train.ids.held().tolist() == IDS
     (tmp_path / "odd.bin").write_bytes(b"123")

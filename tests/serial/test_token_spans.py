@@ -40,16 +40,16 @@ def all_of(spans):
 @given(st.data())
 def test_reads_and_slices_are_those_of_an_array(folder, data):
     parts = data.draw(st.lists(st.lists(st.integers(0, 60_000), max_size=9), max_size=4))
-    held, spans = np.array([i for part in parts for i in part], np.uint32), in_files(folder, *parts)
-    assert (spans.size, all_of(spans)) == (held.size, held.tolist())
-    first, stop = data.draw(st.integers(0, held.size)), data.draw(st.integers(0, held.size))
-    part, held = spans[first:stop], held[first:stop]
-    assert all_of(part) == held.tolist()
-    starts = np.array(data.draw(st.lists(st.integers(0, held.size), max_size=4)), np.int64)
-    sizes = np.array([data.draw(st.integers(0, held.size - start)) for start in starts.tolist()], np.int64)
+    array, spans = np.array([i for part in parts for i in part], np.uint32), in_files(folder, *parts)
+    assert (spans.size, all_of(spans)) == (array.size, array.tolist())
+    first, stop = data.draw(st.integers(0, array.size)), data.draw(st.integers(0, array.size))
+    part, array = spans[first:stop], array[first:stop]
+    assert all_of(part) == array.tolist()
+    starts = np.array(data.draw(st.lists(st.integers(0, array.size), max_size=4)), np.int64)
+    sizes = np.array([data.draw(st.integers(0, array.size - start)) for start in starts.tolist()], np.int64)
     assert (
         pickle.loads(pickle.dumps(part)).read(starts, sizes).tolist()
-        == read_ids(held, starts, sizes).tolist()
+        == read_ids(array, starts, sizes).tolist()
     )
 
 
@@ -116,16 +116,16 @@ def test_memory_and_start_do_not_grow_with_the_data(ranks, tmp_path):
     allocate shows the effect of the number of windows: one bit for each would be 80 MB.
     """
     (tmp_path / "watched.py").write_text(WATCHED)
-    held, allocated, read = {}, {}, {}
+    rss, allocated, read = {}, {}, {}
     for gigabytes in (1, 20):
         data = sparse(tmp_path / f"{gigabytes}.npy", gigabytes)
         flags = [*SIZES, "--data", str(data), "--steps", "3", "--out", str(tmp_path / str(gigabytes))]
         flags += ["--vocab-size", "300"]
-        status, said, errors = run_job(ranks, [str(tmp_path / "watched.py"), *flags], timeout=100)
-        assert status == 0, said + errors
+        status, output, errors = run_job(ranks, [str(tmp_path / "watched.py"), *flags], timeout=100)
+        assert status == 0, output + errors
         lines = np.array(re.findall(r"^held (\d+) (\d+) read (\d+)$", errors, re.M), dtype=int)
         assert len(lines) == ranks
-        held[gigabytes], allocated[gigabytes], read[gigabytes] = *lines[:, :2].sum(axis=0), lines[:, 2].max()
+        rss[gigabytes], allocated[gigabytes], read[gigabytes] = *lines[:, :2].sum(axis=0), lines[:, 2].max()
     assert read[20] - read[1] < 64 << 20, "the bytes that a start reads grow with the data"
-    assert held[20] - held[1] < 0.01 * 20 * 2**30
+    assert rss[20] - rss[1] < 0.01 * 20 * 2**30
     assert allocated[20] - allocated[1] < 4 << 20, "the memory of a rank grows with the number of windows"

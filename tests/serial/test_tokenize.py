@@ -82,7 +82,7 @@ def files(out):
 
 def documents(out):
     """Return the ids of each document of a folder, read as Megatron's IndexedDataset does."""
-    found = []
+    rows = []
     for path in sorted(out.glob("*.bin")):
         raw = path.with_suffix(".idx").read_bytes()
         assert (raw[:9], int.from_bytes(raw[9:17], "little")) == (b"MMIDIDX\0\0", 1)
@@ -92,8 +92,8 @@ def documents(out):
         dtype = {8: np.dtype("<u2"), 4: np.dtype("<i4")}[raw[17]]
         data = path.read_bytes()
         pairs = zip(places.tolist(), sizes.tolist(), strict=True)
-        found += [np.frombuffer(data, dtype, size, place).tolist() for place, size in pairs]
-    return found
+        rows += [np.frombuffer(data, dtype, size, place).tolist() for place, size in pairs]
+    return rows
 
 
 def expected(texts):
@@ -146,8 +146,8 @@ def test_files_left_out_spelt_tokens_and_other_encodings_are_named(tmp_path, cap
     }.items():
         (tmp_path / "in" / name).write_bytes(data)
     assert tokenize("in", tokenizer=bpe(tmp_path)) == 0
-    said = capsys.readouterr().out
-    assert all(named in said for named in ("1 (c.png", "1 (a.txt", "<|endoftext|> 1", "out: 2 documents"))
+    output = capsys.readouterr().out
+    assert all(named in output for named in ("1 (c.png", "1 (a.txt", "<|endoftext|> 1", "out: 2 documents"))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -161,14 +161,14 @@ def test_lines_are_read_once_wherever_a_file_is_cut(packed, tmp_path, quick):
     file = InputFile(path.name, path, "JSON Lines", path.stat().st_size, 0)
     for size in range(1, len(raw) + 2, 7 if quick else 1):
         parts = cut_parts([file], [[len(raw)]], size)
-        found = {}
+        rows = {}
         for share in dealt([part.weight for part in parts], 3):
             reading = Reading("text", False, None)
             for number in share:
                 (piece,) = parts[number].pieces
-                found[number] = list(JSON_LINES.texts(file, piece.first, piece.stop, reading))
+                rows[number] = list(JSON_LINES.texts(file, piece.first, piece.stop, reading))
             reading.close()
-        read = [text for number in range(len(parts)) for _, text in found[number]]
+        read = [text for number in range(len(parts)) for _, text in rows[number]]
         assert read == [text.encode() for text in texts], size
 
 
@@ -177,10 +177,10 @@ def bpe(folder):
     return write_json(folder, trained_json("gpt-2"))
 
 
-def corpus(data, tokenizer, vocab, asked=None):
+def corpus(data, tokenizer, vocab, control=None):
     return load_corpus(
         [str(data)], val_fraction=0, context=1, seed=0, tokenizer=tokenizer, vocab_size=vocab,
-        control_tokens=asked,
+        control_tokens=control,
     ).train  # fmt: skip
 
 
@@ -193,11 +193,11 @@ def test_ids_and_documents_are_those_of_a_run_on_the_text(kind, asked, tmp_path)
     chosen = "byte" if kind == "byte" else bpe(tmp_path)
     assert tokenize("in", *SMALL, *(("--control-tokens", asked) if asked else ()), tokenizer=chosen) == 0
     config = Config(data=["out"], arch="llama")
-    got = choose_tokenizer(config, None, None)
+    tokenizer = choose_tokenizer(config, None, None)
     by_flag = Config(data=["in"], arch="llama", tokenizer=str(chosen))
-    assert got.vocab_size == choose_tokenizer(by_flag, None, None).vocab_size
-    of_text = corpus("in", choose_tokenizer(by_flag, None, None), got.vocab_size, asked)
-    of_tokens = corpus("out", got, got.vocab_size)
+    assert tokenizer.vocab_size == choose_tokenizer(by_flag, None, None).vocab_size
+    of_text = corpus("in", choose_tokenizer(by_flag, None, None), tokenizer.vocab_size, asked)
+    of_tokens = corpus("out", tokenizer, tokenizer.vocab_size)
     assert of_tokens.ids.held().tolist() == of_text.ids.tolist()
     assert of_tokens.ids.dtype == of_text.ids.dtype
     assert of_tokens.ends.tolist() == of_text.ends.tolist()
@@ -229,19 +229,19 @@ def test_the_flags_must_mean_the_tokens_of_the_folder(tmp_path):
 def test_the_manifest_tells_inputs_settings_and_files(long, tmp_path):
     assert tokenize(long, *SMALL) == 0
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    inputs, made = manifest.pop("inputs"), manifest.pop("files")
+    inputs, outputs = manifest.pop("inputs"), manifest.pop("files")
     raw = long.read_bytes()
     sha256 = hashlib.sha256(raw).hexdigest()
     assert inputs == [{"name": long.name, "format": "JSON Lines", "bytes": len(raw), "sha256": sha256}]
-    there = {name: data for name, data in files(tmp_path / "out").items() if name[0].isdigit()}
-    assert len(there) > 6
-    assert {each["name"]: (each["bytes"], each["sha256"]) for each in made} == {
-        name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in there.items()
+    parts = {name: data for name, data in files(tmp_path / "out").items() if name[0].isdigit()}
+    assert len(parts) > 6
+    assert {each["name"]: (each["bytes"], each["sha256"]) for each in outputs} == {
+        name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in parts.items()
     }
     size = sum(len(json.loads(line)["text"]) for line in raw.splitlines())
-    about = {"kind": "byte", "vocabulary": 260, "digest": "byte", "closes_documents": EOS}
+    facts = {"kind": "byte", "vocabulary": 260, "digest": "byte", "closes_documents": EOS}
     assert manifest == {
-        "zero_mpi": __version__, "tokenizer": {"file": "tokenizer.gguf", **about}, "ids": "uint16",
+        "zero_mpi": __version__, "tokenizer": {"file": "tokenizer.gguf", **facts}, "ids": "uint16",
         "options": {"field": "text", "skip_bad": False, "control_tokens": None, "part_mb": 0.001},
         "documents": 60, "tokens": size + 60, "text_bytes": size, "skipped": 0,
     }  # fmt: skip
@@ -279,8 +279,8 @@ def test_rows_of_parquet_without_a_text(tmp_path):
         tokenize("t.parquet", *SMALL)
     assert tokenize("t.parquet", "--skip-bad", out="other") == 0
     assert documents(tmp_path / "other") == expected("abcd")
-    for field, found in (("body", "id, text"), ("id", "int64")):
-        with pytest.raises(UsageError, match=rf"t.parquet.*{field}.*{found}"):
+    for field, names in (("body", "id, text"), ("id", "int64")):
+        with pytest.raises(UsageError, match=rf"t.parquet.*{field}.*{names}"):
             tokenize("t.parquet", "--field", field, out="third")
 
 
@@ -337,10 +337,10 @@ def whole(long, tmp_path):
 
 def stopped(long, monkeypatch, parts):
     """Run until a signal comes after `parts` complete parts; return the exit status."""
-    written, left = encode_parts.PartWriter.finish, [parts]
+    real, left = encode_parts.PartWriter.finish, [parts]
 
-    def finish(self, about):
-        written(self, about)
+    def finish(self, facts):
+        real(self, facts)
         left[0] -= 1
         if not left[0]:
             signals.caught = "SIGTERM"
@@ -401,10 +401,10 @@ def test_a_folder_that_was_begun_with_others_is_refused(is_complete, long, tmp_p
 
 
 def test_an_input_that_changes_under_the_work_ends_it(long, monkeypatch):
-    written = encode_parts.PartWriter.add
+    real = encode_parts.PartWriter.add
 
     def add(self, name, ids):
-        written(self, name, ids)
+        real(self, name, ids)
         long.write_bytes(lines(["other"]))
 
     monkeypatch.setattr(encode_parts.PartWriter, "add", add)

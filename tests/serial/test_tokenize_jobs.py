@@ -27,8 +27,8 @@ ENOUGH = 40.0  # seconds for a job on a busy machine
 
 
 def tokenize(ranks, *flags, out, status=0):
-    found, printed, errors = run_job(ranks, [*TOKENIZE, *map(str, flags), "--out", str(out)], timeout=ENOUGH)
-    assert found == status, f"status {found}\n{printed}\n{errors}"
+    actual, printed, errors = run_job(ranks, [*TOKENIZE, *map(str, flags), "--out", str(out)], timeout=ENOUGH)
+    assert actual == status, f"status {actual}\n{printed}\n{errors}"
     return printed, errors
 
 

@@ -183,11 +183,9 @@ def test_flags_of_added_tokens_and_normalizers_are_those_of_the_library(number, 
         ):
             assert same.tolist() == ids
             assert lengths.sum() == len(text.encode()) or not ids
-        written = tokenizer_json(tokenizer.metadata())
-        back = tokenizer_from_json(bpe_files.write_json(tmp_path / "back", written))
-        assert [
-            ids.ids for ids in library_of(written).encode_batch(texts, add_special_tokens=False)
-        ] == theirs
+        file = tokenizer_json(tokenizer.metadata())
+        back = tokenizer_from_json(bpe_files.write_json(tmp_path / "back", file))
+        assert [ids.ids for ids in library_of(file).encode_batch(texts, add_special_tokens=False)] == theirs
         assert [ids.tolist() for ids in back.encode_batch(texts, special=True)] == theirs
 
 
@@ -294,13 +292,13 @@ def test_words_of_a_folder_are_cut_by_its_own_regex_and_named_for_llama_cpp(pre,
 # refusing
 
 
-def set_at(content, *way, value):
+def set_at(content, *steps, value):
     """Return a copy with one value replaced."""
     content = copy.deepcopy(content)
     place = content
-    for step in way[:-1]:
+    for step in steps[:-1]:
         place = place[step]
-    place[way[-1]] = value
+    place[steps[-1]] = value
     return content
 
 
@@ -347,16 +345,16 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(plain, tmp_path):
 
 def test_the_way_back_has_the_same_ids_and_keys(content, tmp_path):
     tokenizer = tokenizer_from_json(bpe_files.write_json(tmp_path / "there", content))
-    written = tokenizer_json(tokenizer.metadata())
-    assert all(ours == theirs for theirs, ours in both_ids(written, tokenizer))
-    again = tokenizer_from_json(bpe_files.write_json(tmp_path / "back", written), tokenizer.vocab_size)
-    assert_equal_keys(again.metadata(), tokenizer.metadata())
+    file = tokenizer_json(tokenizer.metadata())
+    assert all(ours == theirs for theirs, ours in both_ids(file, tokenizer))
+    twin = tokenizer_from_json(bpe_files.write_json(tmp_path / "back", file), tokenizer.vocab_size)
+    assert_equal_keys(twin.metadata(), tokenizer.metadata())
 
 
-def assert_equal_keys(found, expected):
-    assert set(found) == set(expected)
+def assert_equal_keys(actual, expected):
+    assert set(actual) == set(expected)
     for key, value in expected.items():
-        assert np.array_equal(found[key], value), key
+        assert np.array_equal(actual[key], value), key
 
 
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe"])
@@ -366,21 +364,21 @@ def test_special_tokens_and_the_template_come_back_too(pre, plain, tmp_path):
     path = bpe_files.write_json(tmp_path / "a", content, tokenizer_config=config | {"add_bos_token": True})
     keys = tokenizer_from_json(path).metadata()
     others = {"tokenizer_config": tokenizer_config(keys)}
-    again = tokenizer_from_json(bpe_files.write_json(tmp_path / "b", tokenizer_json(keys), **others))
-    assert_equal_keys(again.metadata(), keys)
+    twin = tokenizer_from_json(bpe_files.write_json(tmp_path / "b", tokenizer_json(keys), **others))
+    assert_equal_keys(twin.metadata(), keys)
     prompt = library_of(tokenizer_json(keys)).encode("naïve <|im_start|>x").ids
-    assert prompt == again.encode_prompt("naïve <|im_start|>x").tolist()
+    assert prompt == twin.encode_prompt("naïve <|im_start|>x").tolist()
 
 
 def test_the_real_models_tokenizer_can_be_written(tmp_path):
     keys = bpe_files.smollm2_keys()
     ours = BPETokenizer(keys)
-    written = tokenizer_json(keys)
+    file = tokenizer_json(keys)
     lacking = {chr(code) for code in (4, 6, 0x13, 0x14, 0x16, 0x1D)}
-    library = library_of(written)
+    library = library_of(file)
     for text in TEXTS:
         if not lacking & set(text):
             ids = library.encode(text).ids
             assert ids == ours.encode(text, special=True).tolist()
-    path = bpe_files.write_json(tmp_path, written, tokenizer_config=tokenizer_config(keys))
+    path = bpe_files.write_json(tmp_path, file, tokenizer_config=tokenizer_config(keys))
     assert tokenizer_from_json(path).tokens == ours.tokens

@@ -126,8 +126,8 @@ def test_the_steps_that_are_asked_for(tmp_path, caplog, steps, done, last, found
         run_of(Tracer(SerialComm(), str(path), steps, done), done + 1, last)
     assert spans.active is None
     assert (read(path).steps if found else path.exists()) == (found or False)
-    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert (len(said), warned in "".join(said)) == (bool(warned), True)
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert (len(messages), warned in "".join(messages)) == (bool(warned), True)
     assert (f"steps {found[0]} to {found[-1]}: {path}" if found else "") in caplog.text
 
 
@@ -169,16 +169,16 @@ def test_the_command_writes_a_time_line_and_the_same_bits(traced):
     assert f"timeline of steps 2 to 4: {folder / 'trace.json.gz'} (" in printed
     events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
     check_events(events)
-    found = lasting(events)
-    assert {each["pid"] for each in found} == {1, 2}
+    intervals = lasting(events)
+    assert {each["pid"] for each in intervals} == {1, 2}
     expected = {"steps", "compute", "optimizer", "between stages", "waits", "data", "checkpoint"}
-    assert {each["cat"] for each in found} >= expected | {"checkpoint behind training", "reductions"}
+    assert {each["cat"] for each in intervals} >= expected | {"checkpoint behind training", "reductions"}
     for rank in (0, 1):
-        own = [each for each in found if each["pid"] == rank + 1]
-        kinds = [each["args"]["kind"] for each in own if each["cat"] == "steps"]
+        local = [each for each in intervals if each["pid"] == rank + 1]
+        kinds = [each["args"]["kind"] for each in local if each["cat"] == "steps"]
         assert (kinds.count("step"), kinds.count("evaluation")) == (3, 2)
-        assert sum(each["cat"] == "checkpoint behind training" for each in own) == 2
-    own_steps = [each for each in found if each["args"]["kind"] == "step" and each["pid"] == 1]
+        assert sum(each["cat"] == "checkpoint behind training" for each in local) == 2
+    own_steps = [each for each in intervals if each["args"]["kind"] == "step" and each["pid"] == 1]
     record = [json.loads(line) for line in (folder / "traced" / "metrics.jsonl").read_text().splitlines()]
     for each in own_steps:
         assert each["dur"] >= 1e6 * record[each["args"]["step"] - 1]["step_seconds"] > 0

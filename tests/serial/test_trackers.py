@@ -30,9 +30,9 @@ NONE = {"tensorboard": False, "prometheus": None, "wandb": None, "mlflow": None}
 
 @pytest.fixture
 def warnings(monkeypatch):
-    said = []
-    monkeypatch.setattr(trackers.log, "warning", lambda form, *values: said.append(form % values))
-    return said
+    messages = []
+    monkeypatch.setattr(trackers.log, "warning", lambda form, *values: messages.append(form % values))
+    return messages
 
 
 def begun(name, out, wish=True):
@@ -43,8 +43,8 @@ def begun(name, out, wish=True):
 
 def test_the_numbers_of_a_record_are_found_by_what_they_are():
     odd = {"flag": True, "name": "x", "none": None, "micro_batch_seconds": [None, 2.0], "nothing": [None]}
-    found = {"micro_batch_seconds/largest": 2.0, "micro_batch_seconds/rank_01": 2.0}
-    assert dict(numbers(RECORD | odd)) == TAGGED | found
+    extra = {"micro_batch_seconds/largest": 2.0, "micro_batch_seconds/rank_01": 2.0}
+    assert dict(numbers(RECORD | odd)) == TAGGED | extra
     many = [2.0**20 * rank for rank in range(MOST_RANKS + 1)]
     assert list(numbers({"memory_bytes": many})) == [("memory_bytes/largest", many[-1])]
 
@@ -59,29 +59,29 @@ def masked(data):
 
 
 def events(path):
-    data, found = path.read_bytes(), []
+    data, messages = path.read_bytes(), []
     while data:
         (length,), (of_length,) = struct.unpack("<Q", data[:8]), struct.unpack("<I", data[8:12])
         body, (of_body,) = data[12 : 12 + length], struct.unpack("<I", data[12 + length : 16 + length])
         assert (of_length, of_body) == (masked(data[:8]), masked(body))
-        found.append(Event.FromString(body))
+        messages.append(Event.FromString(body))
         data = data[16 + length :]
-    return found
+    return messages
 
 
 def curves(folder):
     """Return tag -> {step: value} as TensorBoard does: a start mark drops its step and later ones."""
-    found = {}
+    series = {}
     for path in sorted((folder / "tensorboard").iterdir()):
         for event in events(path):
             if event.session_log.status == SessionLog.START:
-                found = {
+                series = {
                     tag: {step: value for step, value in curve.items() if step < event.step}
-                    for tag, curve in found.items()
+                    for tag, curve in series.items()
                 }
             for value in event.summary.value:
-                found.setdefault(value.tag, {})[event.step] = value.simple_value
-    return found
+                series.setdefault(value.tag, {})[event.step] = value.simple_value
+    return series
 
 
 def test_a_record_is_one_event_of_its_tags(tmp_path):
@@ -94,8 +94,8 @@ def test_a_record_is_one_event_of_its_tags(tmp_path):
     version, mark, event = events(path)
     assert version.file_version == "brain.Event:2"
     assert (mark.step, mark.session_log.status, event.step) == (1, SessionLog.START, 3)
-    shown = {value.tag: value.simple_value for value in event.summary.value}
-    assert shown == TAGGED | {"grad_norm": float("inf")}
+    values = {value.tag: value.simple_value for value in event.summary.value}
+    assert values == TAGGED | {"grad_norm": float("inf")}
 
 
 @needs_mpiexec
@@ -106,13 +106,13 @@ def test_a_run_and_its_resume_have_all_tags_at_all_steps(tmp_path):
     train(2, out, *flags, "--steps", "3", "--save-every", "2")
     train(2, out, *flags, "--steps", "4", "--resume", str(out / "step-00000002"))
     assert len(list((out / "tensorboard").iterdir())) == 2
-    found, last = curves(out), records(out)
+    actual, last = curves(out), records(out)
     expected = {tag: {} for line in last.values() for tag, _ in numbers(line)}
     for step, line in last.items():
         for tag, value in numbers(line):
             expected[tag][step] = pytest.approx(value, rel=1e-6)
-    assert found == expected, "step 3 of the first job was not the last one of the run"
-    assert set(found["val_loss"]) == {2, 4}
+    assert actual == expected, "step 3 of the first job was not the last one of the run"
+    assert set(actual["val_loss"]) == {2, 4}
 
 
 # ------------------------------------------------------------------------------------------- Prometheus
@@ -135,13 +135,13 @@ def test_a_record_is_read_back_from_the_text_file(tmp_path):
     run = tmp_path / "runs" / "my run"
     file = text_file(tmp_path, run)
     file.step(RECORD)
-    found = {
+    actual = {
         (name.removeprefix("zero_mpi_"), rank): value for (name, _, rank), value in parsed(file.path).items()
     }
     numbers = {"step": 3, "tokens": 96, "loss": 2.5, "lr": 0.25, "memory_bytes_largest": 2048, "running": 1}
     numbers |= {"rewards_margins": 0.5, "val_losses_my_text": 1.5}
     ranks = {("memory_bytes", "0"): 1024, ("memory_bytes", "1"): 2048}
-    assert found == {(name, None): value for name, value in numbers.items()} | ranks
+    assert actual == {(name, None): value for name, value in numbers.items()} | ranks
     assert {of for _, of, _ in parsed(file.path)} == {str(run)}
     assert os.listdir(tmp_path) == [file.path.name], "no temporary file may stay"
     assert file.path.name.startswith("zero_mpi_my_run_")
@@ -191,9 +191,9 @@ def test_a_server_that_fails_is_said_once_and_ends_nothing(warnings, tmp_path, m
     for step in (2, 3):
         one.step({"step": step, "loss": 1.0})
     one.close()
-    (said,) = warnings
-    assert said.startswith("--mlflow: ConnectionError: no")
-    assert "\n" not in said
+    (message,) = warnings
+    assert message.startswith("--mlflow: ConnectionError: no")
+    assert "\n" not in message
 
 
 def test_a_tracker_that_cannot_begin_is_one_line():
@@ -209,8 +209,8 @@ def test_the_end_waits_no_longer_than_its_limit(warnings, monkeypatch):
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.05)
     hanging = SimpleNamespace(step=None, close=lambda: time.sleep(5))
     Guarded("--wandb", lambda: hanging).close()
-    (said,) = warnings
-    assert said.startswith("--wandb: ")
+    (message,) = warnings
+    assert message.startswith("--wandb: ")
 
 
 # ------------------------------------------------------------------------------------------------- runs
@@ -246,6 +246,6 @@ def test_runs_are_followed_into_the_files_of_the_libraries(tmp_path):
     (metric,) = store.glob("*/*/metrics/loss")
     rows = [line.split() for line in metric.read_text().splitlines()]
     assert {int(step): float(value) for _, value, step, *_ in rows} == losses
-    (kept,) = out.glob("wandb/offline-run-*/run-*.wandb")
+    (file,) = out.glob("wandb/offline-run-*/run-*.wandb")
     for loss in losses.values():
-        assert json.dumps(loss).encode() in kept.read_bytes()
+        assert json.dumps(loss).encode() in file.read_bytes()

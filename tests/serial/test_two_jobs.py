@@ -58,9 +58,9 @@ def snapshot(out: Path) -> dict[str, object]:
     files = {
         path: each for path, each in files.items() if path.match(".ranks/file") or not path.match(".ranks/*")
     }
-    said = json.loads(files.pop(out / "status.json"))
+    record = json.loads(files.pop(out / "status.json"))
     return files | {
-        "status": said | {"updated": "", "step": 0},
+        "status": record | {"updated": "", "step": 0},
         "folders": sorted(p for p in out.rglob("*") if p.is_dir()),
     }
 
@@ -86,8 +86,8 @@ def test_the_second_job_is_refused_and_touches_nothing(first, job, tmp_path):
         (out / name).mkdir()
         (out / name / "file").write_text("of the first")
     before, pid = snapshot(out), status_of(out)["pid"]
-    for more in ([], ["--resume", "never"]):
-        assert_refused(run_job(3, [*job, *more], timeout=30, cwd=tmp_path), out, pid)
+    for extra in ([], ["--resume", "never"]):
+        assert_refused(run_job(3, [*job, *extra], timeout=30, cwd=tmp_path), out, pid)
     assert snapshot(out) == before
     status, _, errors = run_job(1, [*job, "--dry-run"], timeout=30, cwd=tmp_path)
     assert (status, errors) == (0, ""), "a dry run needs no lock"

@@ -46,8 +46,8 @@ def by_scope(stages):
     return units_by_scope(stages, stage_params(stages), kinds(lambda name: True))
 
 
-def contents(made):
-    return [(unit.name, list(unit.params), unit.trainable) for unit in made]
+def contents(units):
+    return [(unit.name, list(unit.params), unit.trainable) for unit in units]
 
 
 def test_one_unit_a_scope_and_a_tied_head_is_no_other():
@@ -70,16 +70,16 @@ def bytes_of(unit):
 def test_buckets_hold_every_parameter_once_and_keep_the_limit(chosen, limit, frozen):
     params = named({f"p{i}": shape for i, shape in enumerate(chosen)})
     free = [name for i, name in enumerate(params) if not frozen >> (i % 32) & 1]
-    made = units_by_bytes(params, kinds(lambda name: name in free), limit)
-    buckets = [unit for unit in made if unit.trainable]
+    units = units_by_bytes(params, kinds(lambda name: name in free), limit)
+    buckets = [unit for unit in units if unit.trainable]
     assert [name for unit in buckets for name in unit.params] == free[::-1]
     assert all(bytes_of(unit) <= limit or len(unit.params) == 1 for unit in buckets)
     for unit, following in pairwise(buckets):
         first = next(iter(following.params.values()))
         assert bytes_of(unit) + 4 * first.size > limit, "the next parameter would fit"
-    rest = [name for unit in made if not unit.trainable for name in unit.params]
+    rest = [name for unit in units if not unit.trainable for name in unit.params]
     assert rest == [name for name in params if name not in free]
-    assert len(made) - len(buckets) == bool(rest)
+    assert len(units) - len(buckets) == bool(rest)
 
 
 def test_lengths_beyond_32_bits():

@@ -51,8 +51,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def whole(text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train six steps on three ranks over messages, with checkpoints of steps 2, 4 and 6."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    where = ["--strategy", "no-shard", "--transport", "mpi"]
-    train(3, out, *SMALL, *OFTEN, *where, "--data", *text)
+    options = ["--strategy", "no-shard", "--transport", "mpi"]
+    train(3, out, *SMALL, *OFTEN, *options, "--data", *text)
     return out
 
 
@@ -247,11 +247,11 @@ def test_yes_for_runs_of_other_kinds(kind, text, tmp_path):
 
 
 def test_data_may_lie_elsewhere_now(run, text, tmp_path, verify):
-    moved = [shutil.copy(path, tmp_path) for path in text]
+    copies = [shutil.copy(path, tmp_path) for path in text]
     replace_in(run / "config.toml", str(Path(text[0]).parent), "/nowhere")
     with pytest.raises(UsageError, match="/nowhere"):
         verify(run)
-    assert compute(run, "--data", *moved, "--from", 4)[0] == 0
+    assert compute(run, "--data", *copies, "--from", 4)[0] == 0
 
 
 # --------------------------------------------------------------------------------------------- changed runs
@@ -314,13 +314,13 @@ def forge_model(run: Path, step: int) -> None:
     arrays["blk.0.ffn_up.weight"].flat[7] += 0.5
     lines = as_lines({name: digest(array) for name, array in arrays.items()})
     model[TENSOR_DIGESTS] = state[DIGESTS[MODEL]] = lines
-    got = {MODEL: from_lines(lines), "optimizer": from_lines(state[TENSOR_DIGESTS])}
-    model[STATE_DIGEST] = state[STATE_DIGEST] = digest_of_files(got)
+    digests = {MODEL: from_lines(lines), "optimizer": from_lines(state[TENSOR_DIGESTS])}
+    model[STATE_DIGEST] = state[STATE_DIGEST] = digest_of_files(digests)
     model[ID] = state[ID] = signature(model, state)
     raw = {name: path.read_bytes() for name in files if (path := folder / name)}
-    for name, made in keys.items():
+    for name, metadata in keys.items():
         table = [(spec.name, spec.shape) for spec in files[name].tensors.values()]
-        header, _, _ = pack_file(made["general.architecture"], made, table)
+        header, _, _ = pack_file(metadata["general.architecture"], metadata, table)
         raw[name] = header + raw[name][len(header) :]
         if name == "model.gguf":
             raw[name] = header + b"".join(a.tobytes() + bytes(-a.nbytes % 32) for a in arrays.values())
@@ -403,9 +403,9 @@ def test_what_was_doctored_is_named(what, run, verify):
 
 
 def test_other_data_are_named(run, text, tmp_path):
-    moved = [shutil.copy(path, tmp_path) for path in text]
-    flip(Path(moved[2]), 8)
-    status, lines = compute(run, "--data", *moved)
+    copies = [shutil.copy(path, tmp_path) for path in text]
+    flip(Path(copies[2]), 8)
+    status, lines = compute(run, "--data", *copies)
     assert status == 1
     assert lines[-1].startswith("no: ")
     assert "--val-data" in lines[-1]
@@ -445,8 +445,8 @@ def invent(run: Path) -> None:
     (run / "proof.jsonl").write_text("".join(f"{json.dumps({**row, 'chain': ''})}\n" for row in invented))
     sign(run, lambda entry: None)
     left = {key: value for key, value in record.items() if key not in BITS}
-    got = [left | {"step": step, "loss": 1 / step} for step in range(101, 109)]
-    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in got))
+    entries = [left | {"step": step, "loss": 1 / step} for step in range(101, 109)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in entries))
 
 
 def fast(run: Path) -> None:

@@ -37,7 +37,7 @@ time.sleep(60)
 
 
 def test_before_ranks_know_of_each_other_one_that_stands_still_ends_them_all():
-    status, said, errors = run_command([sys.executable, "-c", ALONE], timeout=30)
-    assert (status, said) == (STATUS, f"all are to end with {STATUS}\n")
+    status, output, errors = run_command([sys.executable, "-c", ALONE], timeout=30)
+    assert (status, output) == (STATUS, f"all are to end with {STATUS}\n")
     assert "zero_mpi: rank 3: no progress for 0." in errors
     assert "s: the first thing, in no collective; ending the job" in errors

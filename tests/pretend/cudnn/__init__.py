@@ -77,10 +77,10 @@ def destroy_handle(handle: int) -> None:
 class Tensor:
     """A tensor of a graph."""
 
-    def __init__(self, **given: Any) -> None:
-        self.name, self.uid = given.get("name", ""), given.get("uid", -1)
-        self.dim, self.stride = given.get("dim"), given.get("stride")
-        self.type, self.output = given.get("data_type", data_type.NOT_SET), False
+    def __init__(self, **options: Any) -> None:
+        self.name, self.uid = options.get("name", ""), options.get("uid", -1)
+        self.dim, self.stride = options.get("dim"), options.get("stride")
+        self.type, self.output = options.get("data_type", data_type.NOT_SET), False
 
     def set_output(self, value: bool) -> Tensor:
         self.output = value
@@ -136,14 +136,14 @@ class pygraph:
         assert isinstance(dim, list)
         assert isinstance(stride, list)
         assert len(dim) == len(stride) == 4
-        made = Tensor(dim=dim, stride=stride, data_type=data_type, name=name, uid=uid)
-        self._tensors.append(made)
-        return made
+        tensor = Tensor(dim=dim, stride=stride, data_type=data_type, name=name, uid=uid)
+        self._tensors.append(tensor)
+        return tensor
 
     def _outputs(self, *names: str) -> list[Tensor]:
-        made = [Tensor(name=name) for name in names]
-        self._tensors += made
-        return made
+        tensors = [Tensor(name=name) for name in names]
+        self._tensors += tensors
+        return tensors
 
     def sdpa(
         self,
@@ -258,11 +258,11 @@ def exponents(q: np.ndarray, k: np.ndarray, scale: float) -> np.ndarray:
 def attend(at: Arrays, scale: float, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor) -> None:
     heads = q.dim[1]
     scores = exponents(*(wide(at, x, heads) for x in (q, k)), scale)
-    most = scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores - most)
+    largest = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - largest)
     total = weights.sum(axis=-1, keepdims=True)
     at[o.uid][...] = (weights / total @ wide(at, v, heads)).astype(TYPES[o.type])
-    at[stats.uid][...] = most + np.log(total)
+    at[stats.uid][...] = largest + np.log(total)
 
 
 def turn_back(at: Arrays, scale: float, inputs: tuple[Tensor, ...], outputs: list[Tensor]) -> None:
@@ -270,8 +270,8 @@ def turn_back(at: Arrays, scale: float, inputs: tuple[Tensor, ...], outputs: lis
     q, k, v, o, do, stats = (wide(at, x, heads) for x in inputs)
     weights = np.exp(exponents(q, k, scale) - stats)
     slopes = weights * (do @ v.swapaxes(-1, -2) - (do * o).sum(axis=-1, keepdims=True)) * np.float32(scale)
-    found = slopes @ k, slopes.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ do
-    for tensor, x in zip(outputs, found, strict=True):
+    gradients = slopes @ k, slopes.swapaxes(-1, -2) @ q, weights.swapaxes(-1, -2) @ do
+    for tensor, x in zip(outputs, gradients, strict=True):
         if tensor is not outputs[0]:
             x = x.reshape(b, kv, heads // kv, s, -1).sum(axis=2)
         at[tensor.uid][...] = x.astype(TYPES[tensor.type])

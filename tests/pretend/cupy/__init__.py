@@ -61,13 +61,13 @@ def computed(function: Any, *arguments: Any, **named: Any) -> Any:
 
 def recorded(stream: Any, function: Any, arguments: Any, named: dict[str, Any]) -> Any:
     """Return an array that `function` fills when a graph is launched; a first call gives shape and type."""
-    given, named = bare(arguments), {key: bare(value) for key, value in named.items()}
-    trial = [x.copy() if isinstance(x, np.ndarray) else x for x in given]
+    positional, named = bare(arguments), {key: bare(value) for key, value in named.items()}
+    trial = [x.copy() if isinstance(x, np.ndarray) else x for x in positional]
     result = named["out"] if "out" in named else dressed(function(*trial, **named))
     if isinstance(result, ndarray):
-        stream.do(lambda: np.copyto(result._host, function(*given, **named)))
+        stream.do(lambda: np.copyto(result._host, function(*positional, **named)))
     else:
-        stream.do(lambda: function(*given, **named) is None)
+        stream.do(lambda: function(*positional, **named) is None)
     return result
 
 
@@ -160,15 +160,15 @@ class ndarray:
     def __getitem__(self, index: Any) -> ndarray:
         basic = index if isinstance(index, tuple) else (index,)
         if all(isinstance(item, (int, np.integer, slice)) or item is None or item is ... for item in basic):
-            found = self._host[basic if any(item is ... for item in basic) else (*basic, ...)]
-            return self._view(found)
-        return computed(lambda host, *where: host[where], self, *basic)
+            part = self._host[basic if any(item is ... for item in basic) else (*basic, ...)]
+            return self._view(part)
+        return computed(lambda host, *place: host[place], self, *basic)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         host_refused(value)
 
-        def assign(host: np.ndarray, values: Any, *where: Any) -> None:
-            host[where] = values
+        def assign(host: np.ndarray, values: Any, *place: Any) -> None:
+            host[place] = values
 
         computed(assign, self, value, *(index if isinstance(index, tuple) else (index,)))
 

@@ -237,8 +237,8 @@ class Stream:
         if self.recorded is not None:
             raise CUDARuntimeError(900)  # cudaErrorStreamCaptureUnsupported
         with self._changed:
-            asked = self._asked
-            self._changed.wait_for(lambda: self._finished >= asked)
+            target = self._asked
+            self._changed.wait_for(lambda: self._finished >= target)
         if self._error is not None:
             error, self._error = self._error, None
             raise error

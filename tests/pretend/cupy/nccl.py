@@ -98,11 +98,11 @@ class NcclCommunicator:
     def reduceScatter(
         self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
     ) -> None:
-        given = recvcount * self._comm.Get_size()
+        total = recvcount * self._comm.Get_size()
 
         def call() -> Any:
             buffer = message(recvbuf, recvcount, datatype)
-            return self._comm.Ireduce_scatter_block(message(sendbuf, given, datatype), buffer, MPI.SUM)
+            return self._comm.Ireduce_scatter_block(message(sendbuf, total, datatype), buffer, MPI.SUM)
 
         asked(stream, call)
 

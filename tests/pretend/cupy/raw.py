@@ -57,10 +57,10 @@ class Launch(ctypes.Structure):
 
 
 def compiler() -> str:
-    found = shutil.which("g++")
-    if found is None:
+    path = shutil.which("g++")
+    if path is None:
         raise RuntimeError("the simulated CuPy needs g++ to run kernels")
-    return found
+    return path
 
 
 def run_compiler(*arguments: str, text: str) -> str:
@@ -107,9 +107,9 @@ def library(code: str) -> tuple[Any, dict[str, int]]:
     with open(folder() / f"{key}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            made = path.with_suffix(f".{os.getpid()}")
-            run_compiler("-shared", "-o", str(made), text=text)
-            made.replace(path)
+            draft = path.with_suffix(f".{os.getpid()}")
+            run_compiler("-shared", "-o", str(draft), text=text)
+            draft.replace(path)
     return ctypes.CDLL(str(path)), names
 
 
@@ -131,18 +131,18 @@ class RawModule:
         self.code, self.options = code, options
 
     def get_function(self, name: str) -> RawKernel:
-        found, names = library(self.code)
+        binary, names = library(self.code)
         if name not in names:
             raise cuda.CUDARuntimeError(f"CUDA_ERROR_NOT_FOUND: named symbol not found ({name})")
-        return RawKernel(found, name, names[name])
+        return RawKernel(binary, name, names[name])
 
 
 class RawKernel:
     """`cupy.RawKernel`: a call queues the kernel on the stream."""
 
-    def __init__(self, found: Any, name: str, most_threads: int) -> None:
+    def __init__(self, binary: Any, name: str, most_threads: int) -> None:
         self.name, self._most_threads = name, most_threads
-        describe, self._run = found[f"kinds_of_{name}"], found[f"emulate_{name}"]
+        describe, self._run = binary[f"kinds_of_{name}"], binary[f"emulate_{name}"]
         describe.restype = ctypes.c_char_p
         self.parameters = describe().decode()
 
@@ -177,7 +177,7 @@ class RawKernel:
         (stream or cuda.get_current_stream()).do(run)
 
     def _check_sizes(self, grid: tuple[int, ...], block: tuple[int, ...]) -> None:
-        if not all(0 < n <= most for n, most in zip(grid, MOST_BLOCKS, strict=True)):
+        if not all(0 < n <= limit for n, limit in zip(grid, MOST_BLOCKS, strict=True)):
             raise ValueError(f"{self.name}: a grid of {grid}")
         if not 0 < int(np.prod(block)) <= self._most_threads:
             raise ValueError(f"{self.name}: a block of {block}, at most {self._most_threads} threads")
@@ -186,9 +186,9 @@ class RawKernel:
         """Return an argument for C. Raise TypeError for a wrong type, ValueError for a wrong address."""
         if letter == "P" and hasattr(value, "__cuda_array_interface__"):
             value = value.data.ptr
-        taken, c_type = LETTERS[letter]
-        if type(value) not in taken:
-            raise TypeError(f"{self.name}: a parameter {letter} takes {taken}, got {type(value)} {value!r}")
+        types, c_type = LETTERS[letter]
+        if type(value) not in types:
+            raise TypeError(f"{self.name}: a parameter {letter} takes {types}, got {type(value)} {value!r}")
         if letter == "P" and value and not cuda.is_device_address(value):
             raise ValueError(f"{self.name}: {value:#x} is not in device memory")
         return c_type(value)

@@ -27,14 +27,14 @@ WORKSPACE_ALIGNMENT = 256
 class cuBLASLtError(Exception):
     """Error of the library."""
 
-    def __init__(self, status: int, why: str = "") -> None:
-        super().__init__(f"cuBLASLt status {status} (pretend): {why}")
+    def __init__(self, status: int, reason: str = "") -> None:
+        super().__init__(f"cuBLASLt status {status} (pretend): {reason}")
         self.status = status
 
 
-def demand(truth: Any, why: str, status: int = INVALID_VALUE) -> None:
+def demand(truth: Any, reason: str, status: int = INVALID_VALUE) -> None:
     if not truth:
-        raise cuBLASLtError(status, why)
+        raise cuBLASLtError(status, reason)
 
 
 class MatmulDescAttribute(IntEnum):
@@ -154,8 +154,8 @@ def _set(number: int, kind: type, table: dict[Any, str], attr: int, buf: int, si
     form = np.dtype(_dtype(table, attr))
     demand(size == form.itemsize, f"attribute {attr} takes {form.itemsize} bytes, not {size}")
     value = int(np.frombuffer(ctypes.string_at(buf, size), form)[0])
-    held = _get(number, kind)
-    _objects[number] = replace(held, set={**held.set, attr: value})
+    record = _get(number, kind)
+    _objects[number] = replace(record, set={**record.set, attr: value})
 
 
 class Handle:
@@ -249,21 +249,21 @@ def matmul_algo_get_heuristic(
     _get(light_handle, Handle)
     product = _get(operation_desc, Product)
     layouts = tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc))
-    asked = _get(preference, Preference).set
+    settings = _get(preference, Preference).set
     _check_shapes(product, *layouts)
     calls.heuristics += 1
-    aligned = tuple(asked.get(name, 256) for name in P if name.name.startswith("MIN_ALIGNMENT"))
-    parts = bool(asked.get(P.REDUCTION_SCHEME_MASK, 7))
-    found = [False, True][: 1 + parts][:requested_algo_count]
+    aligned = tuple(settings.get(name, 256) for name in P if name.name.startswith("MIN_ALIGNMENT"))
+    parts = bool(settings.get(P.REDUCTION_SCHEME_MASK, 7))
+    choices = [False, True][: 1 + parts][:requested_algo_count]
     if product.set.get(D.EPILOGUE, 1) in refuses:
-        found = []
+        choices = []
     buffer = (ctypes.c_uint64 * (12 * requested_algo_count)).from_address(heuristic_results_array)
-    for place, splits in enumerate(found):
+    for place, splits in enumerate(choices):
         number = next(_numbers)
-        needs = min(asked.get(P.MAX_WORKSPACE_BYTES, 0), 1 << 20 if splits else 0)
+        needs = min(settings.get(P.MAX_WORKSPACE_BYTES, 0), 1 << 20 if splits else 0)
         _algorithms[number] = Algorithm(number, _own(product), layouts, aligned, needs, splits)
         buffer[12 * place : 12 * place + 12] = [number, 0, 0, 0, 0, 0, 0, ~number % (1 << 64), needs, 0, 0, 0]
-    ctypes.c_int32.from_address(return_algo_count).value = len(found)
+    ctypes.c_int32.from_address(return_algo_count).value = len(choices)
 
 
 def _algorithm(address: int) -> Algorithm:
@@ -272,8 +272,8 @@ def _algorithm(address: int) -> Algorithm:
     return _algorithms[words[0]]
 
 
-def _inside(address: int, extent: int, what: str) -> None:
-    demand(cuda.inside(address, extent), f"{what}: {extent} bytes at {address:#x} are not in one allocation")
+def _inside(address: int, extent: int, label: str) -> None:
+    demand(cuda.inside(address, extent), f"{label}: {extent} bytes at {address:#x} are not in one allocation")
 
 
 def matmul(
@@ -285,16 +285,16 @@ def matmul(
     _get(light_handle, Handle)
     product = _get(compute_desc, Product)
     layouts = tuple(_get(x, Layout) for x in (adesc, bdesc, cdesc, ddesc))
-    chosen = _algorithm(algo)
-    demand(chosen.product == _own(product), "the algorithm was chosen for another product")
-    demand(chosen.layouts == layouts, "the algorithm was chosen for other matrices")
-    for place, (name, aligned) in enumerate(zip("ABCD", chosen.aligned, strict=True)):
+    algorithm = _algorithm(algo)
+    demand(algorithm.product == _own(product), "the algorithm was chosen for another product")
+    demand(algorithm.layouts == layouts, "the algorithm was chosen for other matrices")
+    for place, (name, aligned) in enumerate(zip("ABCD", algorithm.aligned, strict=True)):
         demand((a, b, c, d)[place] % aligned == 0, f"{name} is not aligned to {aligned} as was said")
     times, plus = (ctypes.c_float.from_address(x).value for x in (alpha, beta))
     for name, address, layout in zip("ABCD", (a, b, c, d), layouts, strict=True):
         if name != "C" or plus:
             _inside(address, layout.extent, name)
-    demand(workspace_size_in_bytes >= chosen.workspace, "the workspace is too small")
+    demand(workspace_size_in_bytes >= algorithm.workspace, "the workspace is too small")
     demand(workspace % WORKSPACE_ALIGNMENT == 0, "the workspace is not aligned")
     _inside(workspace, workspace_size_in_bytes, "workspace")
     demand(c != d or layouts[2] == layouts[3], "C and D share memory, so they need one layout")
