@@ -72,7 +72,7 @@ def seconds_to_end(command: list[str], out: Path, sign: str, delay: float, way, 
     text = ranks_said((cwd / "errors").read_text())
     assert status == 1, text
     assert [str(out) in line for line in lines_of(text)] == [True], text
-    assert not [rank for rank, process in running.items() if Path(f"/proc/{process}").exists()]
+    until(lambda: not any(Path(f"/proc/{process}").exists() for process in running.values()), "ends of ranks")
     if way is replace:
         assert os.listdir(out) == []
         out.rmdir()
