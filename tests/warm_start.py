@@ -90,12 +90,11 @@ class Server:
         """Fork the rank of a client. In the rank, return its request."""
         connection, _ = self.listening.accept()
         head, rights, _, _ = connection.recvmsg(HEAD, socket.CMSG_SPACE(MOST_FILES * INT))
-        length, text = int.from_bytes(head, "little"), b""
-        while len(text) < length:
-            text += connection.recv(length - len(text))
-        files = array.array("i", rights[0][2]).tolist()
-        pid = os.fork()
-        if not pid:
+        files = array.array("i", rights[0][2] if rights else b"").tolist()
+        with connection.makefile("rb") as stream:
+            text = stream.read(int.from_bytes(head, "little"))
+        pid = os.fork() if text.endswith(b"}") else -1  # no rank if the client was killed while it sent this
+        if pid == 0:
             for handle in (connection, self.listening, *{each for _, _, each in self.ranks.values()}):
                 handle.close()
             for ended in {ended for _, ended, _ in self.ranks.values()}:
@@ -103,7 +102,11 @@ class Server:
             return json.loads(text) | {"given": files}
         for each in files:
             os.close(each)
-        connection.sendall(str(pid).encode())
+        if pid < 0:
+            connection.close()
+            return None
+        with contextlib.suppress(OSError):  # the client was killed; its file ends the rank
+            connection.sendall(str(pid).encode())
         rank = pid, os.pidfd_open(pid), connection
         for file in (rank[1], connection.fileno()):
             self.ranks[file] = rank
