@@ -23,7 +23,7 @@ from zero_mpi.checkpoint.gguf.index import (
     MAX_NAME_BYTES,
     NUMBERS,
     GGUFError,
-    is_alignment,
+    alignment_fault,
     padded,
 )
 from zero_mpi.checkpoint.tensor_file import TensorSpec
@@ -75,9 +75,8 @@ def pack_file(
 def alignment_of(metadata: Mapping[str, Any]) -> int:
     """Return the alignment that the keys set, or the default. Raise GGUFError if it is invalid."""
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
-    if not is_alignment(value):
-        actual = f"{type(value).__name__} {show(str(value))}"
-        raise GGUFError(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {actual}")
+    if problem := alignment_fault(value):
+        raise GGUFError(f"key {ALIGNMENT_KEY}: {problem}")
     return int(value)
 
 

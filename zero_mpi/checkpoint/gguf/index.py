@@ -194,9 +194,8 @@ def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
         if key in metadata:
             raise index.fault("expected once, found twice")
         metadata[key] = index.value()
-        if key == ALIGNMENT_KEY and not is_alignment(metadata[key]):
-            actual = f"{type(metadata[key]).__name__} {show(str(metadata[key]))}"
-            raise index.fault(f"expected UINT32, a power of two in 8..2^20, found {actual}")
+        if key == ALIGNMENT_KEY and (problem := alignment_fault(metadata[key])):
+            raise index.fault(problem)
     alignment, offset = int(metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)), 0
     tensors: dict[str, TensorInfo] = {}
     for _ in range(n_tensors):
@@ -249,7 +248,9 @@ def padded(count: int, alignment: int) -> int:
     return -(-count // alignment) * alignment
 
 
-def is_alignment(value: Any) -> bool:
-    """Return whether `value` is an int or UINT32 and a power of two from 8 (the minimum of GGUF) to 2^20."""
+def alignment_fault(value: Any) -> str:
+    """Return what is wrong with an alignment; "" for an int or UINT32 that is a power of two in 8..2^20."""
     number = int(value) if isinstance(value, int | np.uint32) else 0
-    return 8 <= number <= 1 << 20 and number & (number - 1) == 0
+    if 8 <= number <= 1 << 20 and number & (number - 1) == 0:
+        return ""
+    return f"expected UINT32, a power of two in 8..2^20, found {type(value).__name__} {show(str(value))}"
