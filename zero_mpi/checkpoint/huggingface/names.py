@@ -45,10 +45,10 @@ def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> N
         block = out[at : at + (b - a) * (d - c)].reshape(b - a, d - c)
         for first in range(a - a % head, b, head):
             for half in (0, 1):  # the folder has GGUF's even rows of a head first, then the odd rows
-                row, end = max(a, first), min(b, first + head)
-                row += (row + half) % 2
-                source = row - row % head + row % 2 * (head // 2) + row % head // 2
-                _read_rows(read, source * width + c, block[row - a : end - a : 2], width)
+                rows = [row for row in range(first + half, first + head, 2) if a <= row < b]
+                if rows:
+                    source = first + half * (head // 2) + (rows[0] - first) // 2
+                    _read_rows(read, source * width + c, block[rows[0] - a : rows[-1] - a + 1 : 2], width)
         at += block.size
 
 
