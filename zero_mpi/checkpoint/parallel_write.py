@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.checkpoint.gguf.header import Announced, checked_table, pack_file
-from zero_mpi.checkpoint.sound import PIECE_BYTES, digest, digest_of_pieces, piece_digests
+from zero_mpi.checkpoint.sound import PIECE_BYTES, READ_AT_ONCE, digest, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.state import Contribution, Run
+from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.comm import Chunk, Comm, Partition, SerialComm
 from zero_mpi.comm.base import members_of
 from zero_mpi.device.arrays import empty
@@ -131,7 +132,6 @@ def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
 
 CHUNK_ELEMENTS = 1 << 21  # maximum elements of a chunk: 8 MiB of float32, which a disk writes efficiently
 BLANK = "0" * 64  # placeholder for a digest in a header
-READ_AT_ONCE = 1 << 22  # maximum bytes of a read
 DISK_BYTES = 16 << 20  # number of bytes after which the system is asked to write them to disk
 MOST_BUFFERS = 1024  # maximum number of buffers in one system call
 PADDING = 64  # tensors with at most this many zero bytes between them are written in one call
@@ -272,11 +272,11 @@ class Output:
             except OSError as error:
                 self.problem = self.problem or error
 
-    def read_digest(self, name: str, nbytes: int) -> str:
+    def read_digest(self, spec: TensorSpec) -> str:
         """Return the digest of a tensor's bytes, which are read from the file."""
         with self.content.path.open("rb") as file:
-            file.seek(self._offsets[name])
-            sizes = [min(READ_AT_ONCE, nbytes - at) for at in range(0, nbytes, READ_AT_ONCE)]
+            file.seek(self._offsets[spec.name])
+            sizes = [min(READ_AT_ONCE, spec.nbytes - at) for at in range(0, spec.nbytes, READ_AT_ONCE)]
             return digest_of_pieces(piece_digests(file.read(size)) for size in sizes)
 
 
@@ -297,7 +297,7 @@ class ChunkPipeline:
             overlap = chunk.of_slice(share, group.rank)
             values, start = source.on_host(overlap), first + overlap.start
             if source.by_pieces:
-                digests += source.digests(start, values)
+                digests += [(name, piece_digests(run)) for name, _, run in source.runs(start, values)]
             if group.size == 1:
                 self._write(source.runs(start, values))
                 continue
@@ -331,27 +331,30 @@ class ChunkPipeline:
 
 def write_together(
     writers: Writers, contents: Sequence[Content], stamp: Stamp, *, tick: Callable[[str], None]
-) -> None:
-    """Write and sync all files. Raise JobError on all ranks if a file cannot be written. Collective.
+) -> Sequence[Mapping[str, Any]]:
+    """Write and sync all files. Return their keys, valid on rank 0. Collective.
 
-    `tick` is called often, with a description of the current work.
+    Raises JobError on all ranks if a file cannot be written. Calls `tick` often, with the current work.
     """
     comm = writers.comm
     blank = [dict.fromkeys([name for name, *_ in content.tensors], BLANK) for content in contents]
-    outputs = [Output(writers, content, keys) for content, keys in zip(contents, stamp(*blank), strict=True)]
+    keys = stamp(*blank)
+    outputs = [Output(writers, *pair) for pair in zip(contents, keys, strict=True)]
     agree(comm, outputs)
     for output in outputs:
         output.open()
     with ThreadPoolExecutor(1, "zero_mpi checkpoint") as thread:
         digests = [write_tensors(output, thread, tick) for output in outputs]
     if comm.rank == 0:
-        for output, keys in zip(outputs, stamp(*digests), strict=True):
-            output.stamp(keys)
+        keys = stamp(*digests)
+        for output, final in zip(outputs, keys, strict=True):
+            output.stamp(final)
     agree(comm, outputs)  # a rank may sync for its host only after the host's last write
     for output in outputs:
         tick(f"flushing {output.content.path.name} to disk")
         output.close(durable=True)
     agree(comm, outputs)
+    return keys
 
 
 def agree(comm: Comm, outputs: Iterable[Output]) -> None:
@@ -374,23 +377,21 @@ def agree_on(comm: Comm, problem: str | None) -> None:
 
 def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
     """Write all tensors of a file. Return their digests on rank 0. Collective."""
-    chunks, digests, rest = ChunkPipeline(output, thread), dict[str, str](), list[str]()
-    parts = defaultdict[str, list[bytes]](list)  # digests of each tensor's pieces, ordered by unit and rank
-    for contribution in output.content.contributions:
-        tick(f"writing {contribution.prefix}{contribution.unit.name} to {output.content.path.name}")
-        pieces = output.comm.gather_object(chunks.send(contribution))
-        if contribution.by_pieces:
-            for name, part in (entry for rank in pieces or [] for entry in rank):
-                parts[name].append(part)
-        else:
-            rest += [contribution.prefix + name for name in contribution.unit.params]
+    chunks, content = ChunkPipeline(output, thread), output.content
+    pieces = defaultdict[str, list[bytes]](list)  # digests of each tensor's pieces, ordered by unit and rank
+    for contribution in content.contributions:
+        assert contribution.by_pieces or not any(output.writers.writer_of), "row shards: expected one writer"
+        tick(f"writing {contribution.prefix}{contribution.unit.name} to {content.path.name}")
+        for name, part in chain.from_iterable(output.comm.gather_object(chunks.send(contribution)) or ()):
+            pieces[name].append(part)
     chunks.finish()
-    digests |= {name: digest_of_pieces(pieces) for name, pieces in parts.items()}
-    for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
+    if output.comm.rank != 0:
+        return {}
+    digests = {name: digest_of_pieces(parts) for name, parts in pieces.items()}
+    for name, constant in content.constants.items():
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
-    assert not rest or not any(output.writers.writer_of), "expected rank 0 as the only writer for row shards"
-    if rest and output.comm.rank == 0:  # rank 0 reads the file, because row shards end inside pieces
-        table, read = checked_table(output.content.tensors), output.read_digest
-        output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in rest))
-    return {name: digests.get(name, BLANK) for name, *_ in output.content.tensors}
+    table = checked_table(content.tensors)
+    rest = [name for name in table if name not in digests]  # row shards, which end inside pieces
+    output.attempt(lambda: digests.update((name, output.read_digest(table[name])) for name in rest))
+    return {name: digests.get(name, BLANK) for name in table}

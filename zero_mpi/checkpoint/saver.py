@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.arguments import came, instance, some
-from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint import folders, sound
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.parallel_write import (
     Content,
@@ -26,15 +26,6 @@ from zero_mpi.checkpoint.parallel_write import (
     rank_0_of,
     write_together,
     writers_for,
-)
-from zero_mpi.checkpoint.sound import (
-    AVERAGE,
-    ID,
-    MODEL,
-    STATE_DIGEST,
-    CheckpointFiles,
-    check_digests,
-    open_checkpoint,
 )
 from zero_mpi.checkpoint.state import (
     ARCHITECTURE,
@@ -162,18 +153,20 @@ class Saver:
             self._error = error
 
     def _write(self, progress: TrainingProgress, parts: Parts) -> Saved:
-        start, root = time.monotonic(), self.comm.rank == 0
+        start = time.monotonic()
         final = folders.step_folder(self.out, progress.step)
         folder = folders.partial_folder(final)
         try:
             on_root(self.comm, partial(folders.begin, final), self.prepare)
-            facts = progress, self.description
-            keys = write_files(self.writers, folder, self.optimizer, parts, facts, tick=self.tick)
+            keys = write_files(
+                self.writers, folder, self.optimizer, self.description, progress, parts, self.tick
+            )
             self.tick(f"publishing step {progress.step}")
-            arguments = self.out, progress.step, folder, self.keep, progress.best.is_of(progress.step)
-            on_root(self.comm, partial(folders.publish, *arguments), self.prepare)
+            is_best = progress.best.is_of(progress.step)
+            publish = partial(folders.publish, self.out, progress.step, folder, self.keep, is_best)
+            on_root(self.comm, publish, self.prepare)
         except JobError as error:
-            if root:
+            if self.comm.rank == 0:
                 folders.remove_tree(folder)
             link, rest = self.out / folders.LATEST, "no earlier checkpoint exists"
             rest = f"{link} is {link.readlink()}" if link.is_symlink() else rest
@@ -181,46 +174,44 @@ class Saver:
             raise JobError(text) from error
         seconds = time.monotonic() - start
         self.longest = max(self.longest, seconds)
-        return Saved(final, progress.step, keys[STATE_DIGEST], keys[ID], seconds)
+        return Saved(final, progress.step, keys[sound.STATE_DIGEST], keys[sound.ID], seconds)
 
 
 def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
     """Return this rank's contributions to each file of a checkpoint, as views, in the files' order."""
     trained = description.is_adapter
-    average = {AVERAGE: averages_of(optimizer, trained)} if optimizer.ema is not None else {}
-    return {MODEL: parameters_of(optimizer, trained), **average, STATE: states_of(optimizer)}
+    average = {sound.AVERAGE: averages_of(optimizer, trained)} if optimizer.ema is not None else {}
+    return {sound.MODEL: parameters_of(optimizer, trained), **average, STATE: states_of(optimizer)}
 
 
 def write_files(
     writers: Writers,
     folder: Path,
     optimizer: ShardedOptimizer,
+    description: Description,
+    progress: TrainingProgress,
     parts: Parts,
-    facts: tuple[TrainingProgress, Description],
-    *,
     tick: Callable[[str], None] = lambda work: None,
-) -> dict[str, Any]:
-    """Write all files into `folder`: slices of all ranks, and the progress and description in `facts`.
+) -> Mapping[str, Any]:
+    """Write all files into `folder`: slices of all ranks, the progress and the description.
 
     Collective. Returns the state's keys (valid on rank 0). Raises JobError on all ranks if a write fails.
     """
-    progress, description = facts
-    names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
-    model = description.architecture, model_tensors(optimizer, description)
+    names = {sound.MODEL: description.weights, sound.AVERAGE: folders.AVERAGE}
+    architecture, tensors = description.architecture, model_tensors(optimizer, description)
     contents = [
-        Content(folder / names[role], *model, part, description.constants)
-        if role in names
-        else Content(folder / folders.OPTIMIZER, ARCHITECTURE, state_tensors(optimizer), part)
+        Content(folder / names[role], architecture, tensors, part, description.constants)
         for role, part in parts.items()
+        if role in names
     ]
-    stamps: dict[str, dict[str, Any]] = {}
+    states = state_tensors(optimizer)
+    contents.append(Content(folder / folders.OPTIMIZER, ARCHITECTURE, states, parts[STATE]))
 
     def keys(*digests: Digests) -> list[dict[str, Any]]:
-        stamps.update(stamp(progress, description, dict(zip(parts, digests, strict=True)), optimizer.type))
-        return list(stamps.values())
+        by_role = dict(zip(parts, digests, strict=True))
+        return list(stamp(progress, description, by_role, optimizer.type).values())
 
-    write_together(writers, contents, keys, tick=tick)
-    return stamps[STATE]
+    return write_together(writers, contents, keys, tick=tick)[-1]
 
 
 def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str | None] = str) -> None:
@@ -267,10 +258,10 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     steps, skipped, scale = optimizer.steps, optimizer.skipped, module.loss_scale
     counts: dict[str, Any] = {"scale_exponent": scale.recorded, "scale_steps": scale.good_steps}
     progress = TrainingProgress(steps + skipped, skipped=skipped, updates=steps, **counts)
-    parts, facts = parts_of(optimizer, description), (progress, description)
+    parts = parts_of(optimizer, description)
     try:
         on_root(comm, partial(begin, final))
-        write_files(rank_0_of(comm), staging, optimizer, parts, facts)
+        write_files(rank_0_of(comm), staging, optimizer, description, progress, parts)
         on_root(comm, publish)
     except JobError as error:
         if comm.rank == 0:
@@ -331,19 +322,19 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     instance("load: module", module, ShardedModule, "a ShardedModule")
     comm = module.comm
 
-    def opened() -> tuple[CheckpointFiles, Facts]:
+    def open_files() -> tuple[sound.CheckpointFiles, Facts]:
         check("load", folder, module, optimizer)
-        files = open_checkpoint(Path(folder))
+        files = sound.open_checkpoint(Path(folder))
         expect_tensors(files.model, {name: param.shape for name, param in module.params.items()})
         check_tensors(files, optimizer)
-        return files, {"the checkpoint": files.state.metadata[ID]}
+        return files, {"the checkpoint": files.state.metadata[sound.ID]}
 
-    def sound() -> tuple[None, Facts]:
-        check_digests(files, comm.rank, comm.size)
+    def verify() -> tuple[None, Facts]:
+        sound.check_digests(files, comm.rank, comm.size)
         return None, {}
 
-    files: CheckpointFiles = agreed(comm, "load", opened)
-    agreed(comm, "load", sound)
+    files: sound.CheckpointFiles = agreed(comm, "load", open_files)
+    agreed(comm, "load", verify)
     module.drop_gathered()
     module.zero_gradients()
     progress: TrainingProgress = agreed(comm, "load", lambda: (load_state(files, optimizer), {}))
