@@ -173,9 +173,9 @@ def mixed(
     sharing, blocks = heads // size("attention.head_count_kv", heads), size("block_count", 1)
     parts = {name: part_of(name, matrices) for name in matrices}
     values = sorted(block_of(name) for name, part in parts.items() if part == "v")
-    types = {}
+    types, lowest = {}, target.startswith(("iq1", "iq2"))
     for name, part in parts.items():
-        block, rules, lowest = block_of(name), mix.rules.get(part, []), target.startswith(("iq1", "iq2"))
+        block, rules = block_of(name), mix.rules.get(part, [])
         place = (values.index(block), len(values)) if part == "v" else (block, blocks)
         met = conditions(*place, sharing, experts, weighted)
         kind = next((kind for kind, condition in rules if condition in met), mix.base)

@@ -95,7 +95,7 @@ class Export:
     """
 
     target: Path
-    wanted: str
+    file_type: str
     kinds: huggingface.Kinds = field(default_factory=dict)
     files: list[PlannedFile] = field(default_factory=list)
     encoder: Encoder | None = None
@@ -168,8 +168,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0
 
 
-def prepare(options: Namespace, tells: bool) -> Export:
-    """Return the requested export. Raise UsageError if it is not possible. `tells`: print warnings."""
+def prepare(options: Namespace, warns: bool) -> Export:
+    """Return the requested export. Raise UsageError if it is not possible. `warns`: print warnings."""
     options.type = mixes.known_type(options.type)
     target, shard = Path(options.target), size_of("--shard-size", options.shard_size)
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
@@ -180,21 +180,21 @@ def prepare(options: Namespace, tells: bool) -> Export:
             raise UsageError(f"{name} {text}: is only for a GGUF: name the target NAME.gguf")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
-    export = Export(target, options.type)
-    has_base = options.base is not None
-    source = (
-        only_adapter(options, as_gguf) if has_base else open_source(options.source, as_gguf, options.merge)
-    )
+    if options.base is None:
+        source = open_source(options.source, as_gguf, options.merge)
+        write = partial(huggingface.write_folder, source, options.type, shard)
+    else:
+        source, base = adapter_and_base(options, as_gguf)
+        write = partial(huggingface.write_peft, source, base, options.type)
     if not as_gguf:
-        export.write = partial(huggingface.write_folder, source, options.type, shard)
-        if has_base:
-            export.write = partial(huggingface.write_peft, source, open_weights(options.base), options.type)
-        return export
-    export.encoder = encoder_of(source, options)
-    export.kinds = {name: kind.name.lower() for name, kind in export.encoder.kinds.items()}
-    keys = gguf_metadata(source, options.type, options.imatrix, tells)
+        return Export(target, options.type, write=write)
+    encoder, keys = encoder_of(source, options), gguf_metadata(source, options.type, options.imatrix)
+    if warns and (rules := rules_in_words(keys)):
+        text = f"llama.cpp does not follow the tokenizer's {rules}: it may tokenize some text differently"
+        print(f"zero_mpi export: warning: {text}", file=sys.stderr)
     most = None if options.split_size is None else size_of("--split-size", options.split_size)
-    export.files = planned(export.encoder, keys, target, most)
+    kinds = {name: kind.name.lower() for name, kind in encoder.kinds.items()}
+    export = Export(target, options.type, kinds, planned(encoder, keys, target, most), encoder)
     conflict = next((path for path in export.results if os.path.lexists(path) and path != target), None)
     if conflict is not None and not options.force:
         raise UsageError(f"{conflict}: already exists: use another name, or --force to replace it")
@@ -234,8 +234,8 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
         raise UsageError(f"{target}: not a model, so --force does not replace it: use another name")
 
 
-def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
-    """Return the adapter to export alone. Raise UsageError if --base or another flag does not fit it."""
+def adapter_and_base(options: Namespace, as_gguf: bool) -> tuple[WeightSource, WeightSource]:
+    """Return the adapter to export alone, and its base. Raise UsageError if a flag does not fit it."""
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, text in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if text is not None:
@@ -248,7 +248,7 @@ def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
             f"{adapter.path}: has rows of added tokens, which an adapter alone cannot hold: export the full "
             f"model, with {shown(options.base)} as the source and --merge {shown(options.source)}"
         )
-    return adapter
+    return adapter, base
 
 
 def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
@@ -287,7 +287,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     return Encoder(source, kinds, by_ggml, importance, masters)
 
 
-def gguf_metadata(source: WeightSource, file_type: str, matrix: str | None, tells: bool) -> dict[str, Any]:
+def gguf_metadata(source: WeightSource, file_type: str, matrix: str | None) -> dict[str, Any]:
     """Return the keys of the source that stay valid, and the tokenizer's keys if the source is a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
     keys["general.file_type"] = np.uint32(mixes.file_type(file_type))
@@ -299,12 +299,6 @@ def gguf_metadata(source: WeightSource, file_type: str, matrix: str | None, tell
         path, none = source.path / huggingface.TOKENIZER, {"tokenizer.ggml.model": "none"}
         size = source.tensors["token_embd.weight"].shape[0]
         keys |= tokenizer_from_json(path, size).metadata() if path.exists() else none
-    if tells and (rules := rules_in_words(keys)):
-        effect = "it may tokenize some text differently"
-        print(
-            f"zero_mpi export: warning: llama.cpp does not follow the tokenizer's {rules}: {effect}",
-            file=sys.stderr,
-        )
     return keys | huggingface.ends_of(keys, str(source.path))[1]
 
 
@@ -318,7 +312,7 @@ def remove(path: Path) -> None:
 
 def summary(export: Export) -> str:
     """Return a line on the result: name, type, size, tensors by type, and matrices that got another type."""
-    target, file_type, kinds = export.results[0], export.wanted, export.kinds
+    target, file_type, kinds = export.results[0], export.file_type, export.kinds
     files = [target, *target.iterdir()] if target.is_dir() else export.results
     size = sum(file.stat().st_size for file in files if file.is_file())
     count = Counter(kinds.values())
