@@ -20,7 +20,7 @@ from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.checkpoint.gguf.header import Announced, checked_table, pack_file
+from zero_mpi.checkpoint.gguf.header import TableRow, checked_table, pack_file
 from zero_mpi.checkpoint.sound import PIECE_BYTES, READ_AT_ONCE, digest, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.state import Contribution, Run
 from zero_mpi.checkpoint.tensor_file import TensorSpec
@@ -46,7 +46,7 @@ class Writers:
     group: Comm
     nodes: tuple[int, ...]
     writer_of: tuple[int, ...]
-    about: str = "rank 0 writes"
+    description: str = "rank 0 writes"
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -78,20 +78,20 @@ def writers_for(comm: Comm, folder: Path, per_node: int | None = None) -> Writer
     """Return the writers that suit `folder`'s file system, or `per_node` writers per node. Collective."""
     nodes = tuple(comm.nodes())
     system: FileSystem = comm.broadcast_object(file_system(folder) if comm.rank == 0 else None)
-    writer_of = assigned(nodes, system, per_node)
+    writer_of = writer_of_each(nodes, system, per_node)
     count = len(set(writer_of))
     group = comm if count == 1 else SerialComm() if count == comm.size else comm.split(writer_of[comm.rank])
     return Writers(comm, group, nodes, writer_of, f"{count} of {comm.size} ranks write, on {system.kind}")
 
 
-def assigned(nodes: Sequence[int], system: FileSystem, per_node: int | None = None) -> tuple[int, ...]:
+def writer_of_each(nodes: Sequence[int], system: FileSystem, per_node: int | None = None) -> tuple[int, ...]:
     """Return the writer of each rank: the rank that writes its slices. `nodes`: the node of each rank.
 
     `per_node`: maximum number of writers per node; None: the number that suits the file system. If only one
     host may write to a file, rank 0 writes for all; on an unknown file system, `per_node` overrides this.
     """
     several = len(set(nodes)) > 1
-    if several and not system.hosts and (system.known or per_node is None):
+    if several and not system.hosts and (system.is_known or per_node is None):
         return (0,) * len(nodes)
     writer_of = list(range(len(nodes)))
     for ranks in members_of(nodes).values():
@@ -145,7 +145,7 @@ class Content:
 
     path: Path
     architecture: str
-    tensors: Sequence[Announced]
+    tensors: Sequence[TableRow]
     contributions: Sequence[Contribution]
     constants: Mapping[str, Array] = field(default_factory=dict)  # equal on all ranks; rank 0 writes them
 
@@ -165,7 +165,7 @@ class OutputFile:
     def __init__(self, path: Path, new: bool = True) -> None:
         self.path = path
         self._handle = open_in_place(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC) * new)
-        self._since = 0  # bytes written since the system was last asked to write to disk
+        self._unflushed = 0  # bytes written since the system was last asked to write to disk
 
     def resize(self, nbytes: int) -> None:
         """Set the length of the file. Bytes that no rank writes are zeros."""
@@ -183,12 +183,12 @@ class OutputFile:
                     count -= len(views.popleft())
                 if count:
                     views[0] = views[0][count:]
-        self._since += offset - first
-        if self._since >= DISK_BYTES:
+        self._unflushed += offset - first
+        if self._unflushed >= DISK_BYTES:
             # We tell the system that it need not cache these bytes any more. So it writes them to disk now,
             # while other work continues, and not only at the end. Bytes that are not yet on disk stay in the
             # cache. A file system may reject this advice.
-            self._since = 0
+            self._unflushed = 0
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -285,7 +285,7 @@ class ChunkPipeline:
 
     def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
         self.output, self.writers, self._thread = output, output.writers, thread
-        self._written: Future[None] | None = None
+        self._last_write: Future[None] | None = None
         self._buffers = [empty(0), empty(0)]
 
     def send(self, source: Contribution) -> list[tuple[str, bytes]]:
@@ -322,11 +322,11 @@ class ChunkPipeline:
 
     def _write(self, runs: Iterable[Run]) -> None:
         self.finish()
-        self._written = self._thread.submit(self.output.write, list(runs))
+        self._last_write = self._thread.submit(self.output.write, list(runs))
 
     def finish(self) -> None:
-        if self._written is not None:
-            self._written.result()
+        if self._last_write is not None:
+            self._last_write.result()
 
 
 def write_together(

@@ -58,7 +58,7 @@ Parts = dict[str, list[Contribution]]  # role of a file -> contributions to it
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A complete checkpoint. Its id and digest are valid only on rank 0."""
 
     folder: Path
@@ -101,7 +101,7 @@ class Saver:
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._finished: list[Saved] = []
+        self._checkpoints: list[SavedCheckpoint] = []
 
     def save(self, progress: TrainingProgress) -> None:
         """Save the state. Raise JobError on all ranks if this or the last save has failed. Collective."""
@@ -109,7 +109,7 @@ class Saver:
         parts = parts_of(self.optimizer, self.description)
         if not self.background:
             with spans.during(spans.CHECKPOINT, "save", f"step {progress.step}"):
-                self._finished.append(self._write(progress, parts))
+                self._checkpoints.append(self._write(progress, parts))
             return
         with spans.during(spans.CHECKPOINT, "copy"):
             copies = {role: self._snapshot.take(role, part) for role, part in parts.items()}
@@ -138,21 +138,21 @@ class Saver:
         self.writers.close()
         self.comm.close()
 
-    def finished(self) -> list[Saved]:
+    def new_checkpoints(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that have become complete since the last call."""
-        checkpoints = self._finished[:]
-        del self._finished[: len(checkpoints)]
+        checkpoints = self._checkpoints[:]
+        del self._checkpoints[: len(checkpoints)]
         return checkpoints
 
     def _write_behind(self, progress: TrainingProgress, parts: Parts) -> None:
         try:
             with spans.during(spans.BACKGROUND, "save", f"step {progress.step}"):
                 self._snapshot.complete.wait()
-                self._finished.append(self._write(progress, parts))
+                self._checkpoints.append(self._write(progress, parts))
         except BaseException as error:  # `wait` raises it
             self._error = error
 
-    def _write(self, progress: TrainingProgress, parts: Parts) -> Saved:
+    def _write(self, progress: TrainingProgress, parts: Parts) -> SavedCheckpoint:
         start = time.monotonic()
         final = folders.step_folder(self.out, progress.step)
         folder = folders.partial_folder(final)
@@ -174,7 +174,7 @@ class Saver:
             raise JobError(text) from error
         seconds = time.monotonic() - start
         self.longest = max(self.longest, seconds)
-        return Saved(final, progress.step, keys[sound.STATE_DIGEST], keys[sound.ID], seconds)
+        return SavedCheckpoint(final, progress.step, keys[sound.STATE_DIGEST], keys[sound.ID], seconds)
 
 
 def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
@@ -227,7 +227,7 @@ def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str 
     agree_on(comm, problem)
 
 
-OURS = {folders.MODEL, folders.OPTIMIZER, folders.AVERAGE}
+FILES = {folders.MODEL, folders.OPTIMIZER, folders.AVERAGE}
 FOLDER = str | os.PathLike[str]
 
 
@@ -300,7 +300,7 @@ def check_place(final: Path) -> None:
         return
     if not is_folder(final):
         raise UsageError(f"save: {final}: is a file; use another folder")
-    surplus = sorted({path.name for path in final.iterdir()} - OURS)
+    surplus = sorted({path.name for path in final.iterdir()} - FILES)
     if surplus:
         raise UsageError(
             f"save: {final}: expected a new folder, or one with only {folders.MODEL} and "

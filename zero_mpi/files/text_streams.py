@@ -170,7 +170,7 @@ def each_line(
     A ValueError, such as one of `read`, becomes a FileError that names `flag`, file and line.
     lines: lines to read instead of the file's; bad: called for an invalid line, instead of a FileError
     """
-    for number, raw in enumerate(_flagged(path, flag, lines), 1):
+    for number, raw in enumerate(_lines_of(path, flag, lines), 1):
         text = raw.removeprefix(BOM) if number == 1 else raw
         if not text.strip():
             continue
@@ -186,7 +186,7 @@ def each_line(
             yield entry
 
 
-def _flagged(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[bytes]:
+def _lines_of(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[bytes]:
     with prefixed(flag):
         yield from TextStream(path).all_lines() if lines is None else lines
 

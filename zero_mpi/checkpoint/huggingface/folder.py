@@ -107,9 +107,9 @@ def fill(weights: SafetensorsModel, spec: HuggingFaceTensor, start: int, out: Fl
     """Fill `out` with the elements of a tensor in GGUF's order, from element `start` on."""
     read, width = partial(weights.read, spec.source), spec.size // spec.shape[0]
     if spec.order == Order.HALVES:
-        hf_names.interleaved(read, spec.head, width, start, out)
+        hf_names.fill_interleaved(read, spec.head, width, start, out)
     elif spec.order == Order.TRANSPOSED:
-        hf_names.transposed(read, spec.shape[0], width, start, out)
+        hf_names.fill_transposed(read, spec.shape[0], width, start, out)
     else:
         parts = spec.parts or ((spec.source, 0),)
         size = spec.size // len(parts)
@@ -150,11 +150,11 @@ def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadat
             raise FileError(TWICE.format(show(source)))
         if plain is not None:
             tensors[plain] = _tensor(arch, plain, weights.spec(source), width, metadata)
-    tensors |= {name: stacked(experts) for name, experts in stacks.items()}
+    tensors |= {name: stack_of(experts) for name, experts in stacks.items()}
     return dict(sorted(tensors.items(), key=lambda item: hf_names.place_of(arch, item[0])))
 
 
-def stacked(experts: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
+def stack_of(experts: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
     """Return the matrices of all experts as one stacked tensor; a shared expert's matrix is not stacked."""
     count, first = len(experts), next(iter(experts.values()))
     if {*experts} != {*range(count)} or any(part.shape != first.shape for part in experts.values()):
@@ -208,9 +208,9 @@ PEFT_CONFIG, PEFT_MODEL = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ENDS = {FIRST: ".lora_A.weight", SECOND: ".lora_B.weight"}
 TYPE, KIND, ALPHA = "general.type", "adapter.type", "adapter.lora.alpha"
-READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
+READ_SETTINGS = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
 # Settings for layers, training or the base model. We ignore them: the tensors show all that we need.
-PASSED_OVER = {
+UNUSED_SETTINGS = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "target_modules", "task_type",
@@ -259,7 +259,7 @@ def alpha_of(settings: Settings) -> float:
             "init_lora_weights", "an initialization that keeps the base weights (convert the adapter in PEFT)"
         )
     for name, value in settings.values.items():
-        if name not in READ | PASSED_OVER and value not in NOTHING:
+        if name not in READ_SETTINGS | UNUSED_SETTINGS and value not in NOTHING:
             raise FileError(f"{name}: {quoted(value)} is not supported")
     rank, alpha = settings.size("r"), settings.number("lora_alpha")
     return alpha * math.sqrt(rank) if settings.flag("use_rslora", False) else alpha

@@ -35,7 +35,7 @@ def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, 
         start += rows * width or min(width - column, stop - start)
 
 
-def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> None:
+def fill_interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> None:
     """Fill `out` with the elements of a tensor in GGUF's rotary order, from element `start` on.
 
     `read` returns elements in the order of halves; a head has `head` rows with `width` elements.
@@ -60,7 +60,7 @@ def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:
         part[:] = read(start + at * width, start + at * width + part.size).reshape(part.shape)
 
 
-def transposed(read: Read, height: int, width: int, start: int, out: Floats) -> None:
+def fill_transposed(read: Read, height: int, width: int, start: int, out: Floats) -> None:
     """Fill `out` with elements, from `start` on, of the transpose of a matrix stored as (width, height).
 
     The stored matrix is read in narrow bands of full rows, which are contiguous.

@@ -23,9 +23,9 @@ from zero_mpi.ops.elementary import log, power
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types in config.json
 MAX_HEAD = 1 << 14  # maximum width of a head; limits rotary tables, which are made before tensors are read
 ROPE_SCALING = "zero_mpi.rope_scaling"  # key for Llama 3's settings, as JSON: the divisors do not show them
-FORMER = "original_max_position_embeddings"  # context length without frequency scaling
-FORMER_PHI3 = 4096  # Phi 3's default for this setting
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", FORMER)
+CONTEXT = "original_max_position_embeddings"  # context length without frequency scaling
+CONTEXT_PHI3 = 4096  # Phi 3's default for this setting
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", CONTEXT)
 SCALINGS = ("linear", "yarn")  # kinds of scaling that GGUF has keys for
 LONGROPE, PARTIAL = "longrope", "partial_rotary_factor"
 OLDER_LONGROPE = ("su", "yarn")  # former names of longrope in Phi 3's config.json
@@ -43,7 +43,7 @@ ONLY_YARN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
+def stored_scaling(metadata: Metadata) -> dict[str, Any] | None:
     """Return the settings that `config.keys_of` stored in a key; None if they are missing or invalid."""
     try:
         values = parse_json(GGUFKeys(metadata).text(ROPE_SCALING) or "null")
@@ -87,7 +87,7 @@ def of_one_kind(arch: str, settings: Settings) -> Settings:
         raise settings.fault("rope_parameters", "an object for each kind of layer")
     Settings(local).only({"rope_theta": (None, 10000.0), "rope_type": (None, "default")})
     rope = full | object_of(settings, "rope_scaling")
-    return Settings({**settings.values, "rope_parameters": rope, "rope_scaling": None, FORMER: None})
+    return Settings({**settings.values, "rope_parameters": rope, "rope_scaling": None, CONTEXT: None})
 
 
 def object_of(settings: Settings, name: str) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def rope_of(settings: Settings) -> Settings:
     is_phi3 = settings.values.get("model_type") == "phi3"
     older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
     parameters = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)
-    former, nested = settings.values.get(FORMER), parameters.get(FORMER)
+    former, nested = settings.values.get(CONTEXT), parameters.get(CONTEXT)
     if former is None and is_phi3:
-        former = FORMER_PHI3
+        former = CONTEXT_PHI3
         if nested not in (None, former):
-            raise settings.fault(FORMER, f"{nested} also next to rope_scaling, where transformers reads it")
+            raise settings.fault(CONTEXT, f"{nested} also next to rope_scaling, where transformers reads it")
     if former is not None:
-        parameters[FORMER] = former
+        parameters[CONTEXT] = former
     if not is_phi3:
         Settings(parameters).only({PARTIAL: (None, 1.0)})
     if any(isinstance(value, dict) for value in parameters.values()):
@@ -137,14 +137,14 @@ def scaling_keys(rope: Settings, context: int) -> Metadata:
     default = 1.0 + 0.1 * log(max(factor, 1.0))
     if not math.isclose(rope.number("attention_factor", default), default, rel_tol=1e-6):
         raise rope.fault("attention_factor", f"{default:.6g}, the value that follows from the factor")
-    return keys | {"rope.scaling.original_context_length": np.uint32(rope.size(FORMER, context))}
+    return keys | {"rope.scaling.original_context_length": np.uint32(rope.size(CONTEXT, context))}
 
 
 def longrope_keys(rope: Settings, context: int) -> Metadata:
     """Return the keys of Phi 3's scaling, without prefix: original context, and a factor for q and k."""
     if rope.values["rope_type"] != LONGROPE:
         return {}
-    former = rope.size(FORMER)
+    former = rope.size(CONTEXT)
     factor = rope.number("factor", context / former)
     default = 1.0 if factor <= 1 else math.sqrt(1 + log(factor) / log(max(former, 2)))
     keys: Metadata = {"rope.scaling.attn_factor": np.float32(rope.number("attention_factor", default))}
@@ -172,7 +172,7 @@ def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
     if kind != "llama3" or not family.llama3:
         expected = ", ".join((*kinds, "llama3") if family.llama3 else kinds)
         raise FileError(f"rope_type: expected {expected} (only), found {quoted(kind)}")
-    values = Settings({FORMER: settings.values.get("max_position_embeddings")} | dict(rope.values))
+    values = Settings({CONTEXT: settings.values.get("max_position_embeddings")} | dict(rope.values))
     for name in LLAMA3:
         values.number(name)
     return {name: values.values[name] for name in LLAMA3}

@@ -37,7 +37,7 @@ from zero_mpi.checkpoint.weights import (
 )
 from zero_mpi.cli.parser import Parser
 from zero_mpi.commands.export import huggingface
-from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, planned
+from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, plan_files
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.data.tokenizers.huggingface_rules import rules_in_words
 from zero_mpi.errors import UsageError, naming, writing
@@ -49,7 +49,7 @@ from zero_mpi.models import config_from_gguf
 from zero_mpi.ops import ggml
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest", mixes.QAT)
+OUTDATED_KEYS = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest", mixes.QAT)
 SHARD_SIZE = "5GB"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -194,7 +194,7 @@ def prepare(options: Namespace, warns: bool) -> Export:
         print(f"zero_mpi export: warning: {text}", file=sys.stderr)
     most = None if options.split_size is None else size_of("--split-size", options.split_size)
     kinds = {name: kind.name.lower() for name, kind in encoder.kinds.items()}
-    export = Export(target, options.type, kinds, planned(encoder, keys, target, most), encoder)
+    export = Export(target, options.type, kinds, plan_files(encoder, keys, target, most), encoder)
     conflict = next((path for path in export.results if os.path.lexists(path) and path != target), None)
     if conflict is not None and not options.force:
         raise UsageError(f"{conflict}: already exists: use another name, or --force to replace it")
@@ -220,7 +220,7 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
         subject = f"--type {kind}" if kind not in huggingface.DTYPES else str(target)
         raise UsageError(f"{subject}: safetensors is a folder of f32, f16 or bf16: use another name or type")
     if is_folder(target) and not target.is_symlink():
-        files = (CONFIG, *huggingface.COPIED, PEFT_CONFIG, PEFT_MODEL)
+        files = (CONFIG, *huggingface.COPIED_FILES, PEFT_CONFIG, PEFT_MODEL)
         names = [name for name in sorted(os.listdir(target)) if name not in files]
         foreign = next((name for name in names if not WEIGHTS.fullmatch(name)), None)
         if as_gguf or foreign:
@@ -289,7 +289,7 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
 
 def gguf_metadata(source: WeightSource, file_type: str, matrix: str | None) -> dict[str, Any]:
     """Return the keys of the source that stay valid, and the tokenizer's keys if the source is a folder."""
-    keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
+    keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED_KEYS}
     keys["general.file_type"] = np.uint32(mixes.file_type(file_type))
     if file_type in mixes.MIXES or file_type.startswith("q"):
         keys["general.quantization_version"] = np.uint32(2)
