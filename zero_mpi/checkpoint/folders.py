@@ -19,6 +19,7 @@ import shutil
 from pathlib import Path
 
 from zero_mpi.errors import naming
+from zero_mpi.files.atomic import partial_of
 from zero_mpi.files.open import exists
 
 MODEL, ADAPTER, OPTIMIZER = "model.gguf", "adapter.gguf", "optimizer.gguf"
@@ -38,10 +39,6 @@ def step_folder(out: Path, step: int) -> Path:
     return out / f"step-{step:08d}"
 
 
-def partial_folder(final: Path) -> Path:
-    return final.with_name(f".{final.name}.partial")
-
-
 def remove_tree(folder: Path) -> None:
     """Remove as much of a folder as possible. Ignore other files: on a pipe, `shutil.rmtree` would hang."""
     if folder.is_dir():
@@ -50,7 +47,7 @@ def remove_tree(folder: Path) -> None:
 
 def begin(final: Path) -> Path:
     """Make an empty temporary folder for the checkpoint `final`. Remove what an earlier attempt left."""
-    folder = partial_folder(final)
+    folder = partial_of(final)
     remove_tree(folder)
     folder.mkdir()
     return folder

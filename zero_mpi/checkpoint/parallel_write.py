@@ -192,21 +192,19 @@ class OutputFile:
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def sync(self) -> None:
-        """Flush to disk all bytes that processes of this host wrote."""
-        with naming(self.path):
-            os.fsync(self._handle)
-
     def close(self, durable: bool = True) -> None:
-        """Close the file, after a sync if `durable`. A second call does nothing."""
+        """Close the file. If `durable`, first flush to disk all bytes that processes of this host wrote.
+
+        A second call does nothing.
+        """
         if self._handle < 0:
             return
-        try:
-            if durable:
-                self.sync()
-        finally:
-            handle, self._handle = self._handle, -1
-            with naming(self.path):
+        handle, self._handle = self._handle, -1
+        with naming(self.path):
+            try:
+                if durable:
+                    os.fsync(handle)
+            finally:
                 os.close(handle)
 
 

@@ -47,6 +47,7 @@ from zero_mpi.checkpoint.state import (
 from zero_mpi.comm import Comm
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.errors import JobError, UsageError, explain
+from zero_mpi.files.atomic import partial_of
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding.module import ShardedModule
@@ -155,7 +156,7 @@ class Saver:
     def _write(self, progress: TrainingProgress, parts: Parts) -> SavedCheckpoint:
         start = time.monotonic()
         final = folders.step_folder(self.out, progress.step)
-        folder = folders.partial_folder(final)
+        folder = partial_of(final)
         try:
             on_root(self.comm, partial(folders.begin, final), self.prepare)
             keys = write_files(
@@ -248,7 +249,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     path: str = agreed(module.comm, "save", partial(resolve, folder, module, optimizer, description))
     comm = module.comm.background()
     final = Path(comm.broadcast_object(path))
-    old, staging = folders.moved_aside(final), folders.partial_folder(final)
+    old, staging = folders.moved_aside(final), partial_of(final)
 
     def publish() -> None:
         folders.put(staging, final)

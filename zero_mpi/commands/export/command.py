@@ -20,7 +20,7 @@ import numpy as np
 
 from zero_mpi import environment
 from zero_mpi.checkpoint import mixes
-from zero_mpi.checkpoint.folders import OPTIMIZER, replace_folder, sync_folder
+from zero_mpi.checkpoint.folders import OPTIMIZER, moved_aside, put, sync_folder
 from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL, HuggingFaceFolder
@@ -134,14 +134,11 @@ class Export:
             for path, result in reversed([*zip(self.paths, self.results, strict=True)]):
                 path.replace(result)
             place.rmdir()
-        elif place.is_dir() and target.exists():
-            sync_folder(place)
-            replace_folder(place, target)  # after this, one of the two paths is the old folder
-            remove(place)
-            remove(target.with_name(f".{target.name}.old"))
+        elif place.is_dir():
+            put(place, target)
+            for folder in (place, moved_aside(target)):  # one of them may be the old folder
+                remove(folder)
         else:
-            if place.is_dir():
-                sync_folder(place)
             place.replace(target)
         sync_folder(target.absolute().parent)
 
