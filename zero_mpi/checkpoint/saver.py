@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_mpi.arguments import came, instance, some
-from zero_mpi.checkpoint import folders, sound
+from zero_mpi.checkpoint import folders, sound, state
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.parallel_write import (
     Content,
@@ -26,23 +26,6 @@ from zero_mpi.checkpoint.parallel_write import (
     rank_0_of,
     write_together,
     writers_for,
-)
-from zero_mpi.checkpoint.state import (
-    ARCHITECTURE,
-    STATE,
-    Contribution,
-    Description,
-    Snapshot,
-    TrainingProgress,
-    averages_of,
-    check_tensors,
-    expect_tensors,
-    load_state,
-    model_tensors,
-    parameters_of,
-    stamp,
-    state_tensors,
-    states_of,
 )
 from zero_mpi.comm import Comm
 from zero_mpi.comm.agree import Facts, agreed
@@ -55,7 +38,7 @@ from zero_mpi.sharding.precision import FP64
 from zero_mpi.sharding.unit import BlockUnit
 from zero_mpi.telemetry import spans
 
-Parts = dict[str, list[Contribution]]  # role of a file -> contributions to it
+Parts = dict[str, list[state.Contribution]]  # role of a file -> contributions to it
 
 
 @dataclass(frozen=True)
@@ -85,7 +68,7 @@ class Saver:
         self,
         out: Path,
         optimizer: ShardedOptimizer,
-        description: Description,
+        description: state.Description,
         *,
         keep: int = 0,
         parallel: bool = False,
@@ -99,12 +82,12 @@ class Saver:
         self.writers = writers_for(self.comm, out, writers_per_node) if parallel else rank_0_of(self.comm)
         self.longest = 0.0
         self.prepare: Callable[[], str | None] = partial(out.mkdir, parents=True, exist_ok=True)
-        self._snapshot = Snapshot()
+        self._snapshot = state.Snapshot()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._checkpoints: list[SavedCheckpoint] = []
 
-    def save(self, progress: TrainingProgress) -> None:
+    def save(self, progress: state.TrainingProgress) -> None:
         """Save the state. Raise JobError on all ranks if this or the last save has failed. Collective."""
         self.wait()
         parts = parts_of(self.optimizer, self.description)
@@ -145,7 +128,7 @@ class Saver:
         del self._checkpoints[: len(checkpoints)]
         return checkpoints
 
-    def _write_behind(self, progress: TrainingProgress, parts: Parts) -> None:
+    def _write_behind(self, progress: state.TrainingProgress, parts: Parts) -> None:
         try:
             with spans.during(spans.BACKGROUND, "save", f"step {progress.step}"):
                 self._snapshot.complete.wait()
@@ -153,7 +136,7 @@ class Saver:
         except BaseException as error:  # `wait` raises it
             self._error = error
 
-    def _write(self, progress: TrainingProgress, parts: Parts) -> SavedCheckpoint:
+    def _write(self, progress: state.TrainingProgress, parts: Parts) -> SavedCheckpoint:
         start = time.monotonic()
         final = folders.step_folder(self.out, progress.step)
         folder = partial_of(final)
@@ -178,19 +161,23 @@ class Saver:
         return SavedCheckpoint(final, progress.step, keys[sound.STATE_DIGEST], keys[sound.ID], seconds)
 
 
-def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
+def parts_of(optimizer: ShardedOptimizer, description: state.Description) -> Parts:
     """Return this rank's contributions to each file of a checkpoint, as views, in the files' order."""
     trained = description.is_adapter
-    average = {sound.AVERAGE: averages_of(optimizer, trained)} if optimizer.ema is not None else {}
-    return {sound.MODEL: parameters_of(optimizer, trained), **average, STATE: states_of(optimizer)}
+    average = {sound.AVERAGE: state.averages_of(optimizer, trained)} if optimizer.ema is not None else {}
+    return {
+        sound.MODEL: state.parameters_of(optimizer, trained),
+        **average,
+        state.STATE: state.states_of(optimizer),
+    }
 
 
 def write_files(
     writers: Writers,
     folder: Path,
     optimizer: ShardedOptimizer,
-    description: Description,
-    progress: TrainingProgress,
+    description: state.Description,
+    progress: state.TrainingProgress,
     parts: Parts,
     tick: Callable[[str], None] = lambda work: None,
 ) -> Mapping[str, Any]:
@@ -199,18 +186,18 @@ def write_files(
     Collective. Returns the state's keys (valid on rank 0). Raises JobError on all ranks if a write fails.
     """
     names = {sound.MODEL: description.weights, sound.AVERAGE: folders.AVERAGE}
-    architecture, tensors = description.architecture, model_tensors(optimizer, description)
+    architecture, tensors = description.architecture, state.model_tensors(optimizer, description)
     contents = [
         Content(folder / names[role], architecture, tensors, part, description.constants)
         for role, part in parts.items()
         if role in names
     ]
-    states = state_tensors(optimizer)
-    contents.append(Content(folder / folders.OPTIMIZER, ARCHITECTURE, states, parts[STATE]))
+    states = state.state_tensors(optimizer)
+    contents.append(Content(folder / folders.OPTIMIZER, state.ARCHITECTURE, states, parts[state.STATE]))
 
     def keys(*digests: Digests) -> list[dict[str, Any]]:
         by_role = dict(zip(parts, digests, strict=True))
-        return list(stamp(progress, description, by_role, optimizer.type).values())
+        return list(state.stamp(progress, description, by_role, optimizer.type).values())
 
     return write_together(writers, contents, keys, tick=tick)[-1]
 
@@ -244,7 +231,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     UsageError for a folder with other files, for names of more than 33 bytes or shapes of more than 4
     dimensions, which GGUF does not accept, and if ranks differ; JobError if a file cannot be written.
     """
-    description = Description(ARCHITECTURE, {}, {}, {})
+    description = state.Description(state.ARCHITECTURE, {}, {}, {})
     instance("save: module", module, ShardedModule, "a ShardedModule")
     path: str = agreed(module.comm, "save", partial(resolve, folder, module, optimizer, description))
     comm = module.comm.background()
@@ -258,7 +245,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
     steps, skipped, scale = optimizer.steps, optimizer.skipped, module.loss_scale
     counts: dict[str, Any] = {"scale_exponent": scale.recorded, "scale_steps": scale.good_steps}
-    progress = TrainingProgress(steps + skipped, skipped=skipped, updates=steps, **counts)
+    progress = state.TrainingProgress(steps + skipped, skipped=skipped, updates=steps, **counts)
     parts = parts_of(optimizer, description)
     try:
         on_root(comm, partial(begin, final))
@@ -283,12 +270,12 @@ def begin(final: Path) -> None:
 
 
 def resolve(
-    folder: Any, module: ShardedModule, optimizer: Any, description: Description
+    folder: Any, module: ShardedModule, optimizer: Any, description: state.Description
 ) -> tuple[str, Facts]:
     """Check the arguments. Return the folder with links resolved, and facts that all ranks compare."""
     check("save", folder, module, optimizer)
-    for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
-        pack_file(ARCHITECTURE, {}, tensors)
+    for tensors in (state.model_tensors(optimizer, description), state.state_tensors(optimizer)):
+        pack_file(state.ARCHITECTURE, {}, tensors)
     final = os.path.realpath(folder)
     if module.comm.rank == 0:
         check_place(Path(final))
@@ -326,8 +313,8 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     def open_files() -> tuple[sound.CheckpointFiles, Facts]:
         check("load", folder, module, optimizer)
         files = sound.open_checkpoint(Path(folder))
-        expect_tensors(files.model, {name: param.shape for name, param in module.params.items()})
-        check_tensors(files, optimizer)
+        state.expect_tensors(files.model, {name: param.shape for name, param in module.params.items()})
+        state.check_tensors(files, optimizer)
         return files, {"the checkpoint": files.state.metadata[sound.ID]}
 
     def verify() -> tuple[None, Facts]:
@@ -338,7 +325,7 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     agreed(comm, "load", verify)
     module.drop_gathered()
     module.zero_gradients()
-    progress: TrainingProgress = agreed(comm, "load", lambda: (load_state(files, optimizer), {}))
+    progress: state.TrainingProgress = agreed(comm, "load", lambda: (state.load_state(files, optimizer), {}))
     return progress.step
 
 

@@ -19,22 +19,12 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import environment
-from zero_mpi.checkpoint import mixes
+from zero_mpi.checkpoint import mixes, weights
 from zero_mpi.checkpoint.folders import OPTIMIZER, moved_aside, put, sync_folder
 from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL, HuggingFaceFolder
 from zero_mpi.checkpoint.importance import read_importance
-from zero_mpi.checkpoint.weights import (
-    TOKENS_ADDED,
-    MergedWeights,
-    WeightSource,
-    adapter_source,
-    is_adapter_file,
-    keys_of,
-    open_merged,
-    open_weights,
-)
 from zero_mpi.cli.parser import Parser
 from zero_mpi.commands.export import huggingface
 from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, plan_files
@@ -231,16 +221,16 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
         raise UsageError(f"{target}: not a model, so --force does not replace it: use another name")
 
 
-def adapter_and_base(options: Namespace, as_gguf: bool) -> tuple[WeightSource, WeightSource]:
+def adapter_and_base(options: Namespace, as_gguf: bool) -> tuple[weights.WeightSource, weights.WeightSource]:
     """Return the adapter to export alone, and its base. Raise UsageError if a flag does not fit it."""
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, text in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if text is not None:
             raise UsageError(f"{name} {text}: cannot be used with --base, which converts only the adapter")
-    base = open_weights(options.base)
-    adapter = adapter_source(options.source, base.metadata)
-    MergedWeights(base, adapter)  # raises an error if the adapter belongs to another base
-    if TOKENS_ADDED in adapter.metadata:
+    base = weights.open_weights(options.base)
+    adapter = weights.adapter_source(options.source, base.metadata)
+    weights.MergedWeights(base, adapter)  # raises an error if the adapter belongs to another base
+    if weights.TOKENS_ADDED in adapter.metadata:
         raise UsageError(
             f"{adapter.path}: has rows of added tokens, which an adapter alone cannot hold: export the full "
             f"model, with {shown(options.base)} as the source and --merge {shown(options.source)}"
@@ -248,14 +238,14 @@ def adapter_and_base(options: Namespace, as_gguf: bool) -> tuple[WeightSource, W
     return adapter, base
 
 
-def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
+def open_source(path: str, as_gguf: bool, adapter: str | None) -> weights.WeightSource:
     """Return the source. Raise UsageError unless it is a model that the target's format can store."""
-    source = open_merged(path, adapter)
-    architecture = keys_of(source).architecture
+    source = weights.open_merged(path, adapter)
+    architecture = weights.keys_of(source).architecture
     if architecture is None or architecture == "zero_mpi":
         kind = "none" if architecture is None else "a training state: use its model.gguf"
         raise UsageError(f"{source.path}: expected a model with its architecture, found {kind}")
-    if is_adapter_file(source):
+    if weights.is_adapter_file(source):
         raise UsageError(f"{source.path}: is an adapter: add --base with the model that it was trained on")
     if not as_gguf or isinstance(source, HuggingFaceFolder):
         shapes = {name: spec.shape for name, spec in source.tensors.items()}
@@ -263,14 +253,14 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     return source
 
 
-def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
+def encoder_of(source: weights.WeightSource, options: Namespace) -> Encoder:
     """Return the encoder. Raise UsageError if the type needs a missing library or importance matrix."""
     file_type, matrix = options.type, options.imatrix
     by_ggml = file_type in mixes.MIXES or matrix is not None
     if by_ggml:
         ggml.library(f"--type {file_type}" if file_type in mixes.MIXES else f"--imatrix {matrix}")
     shapes = {name: spec.shape for name, spec in source.tensors.items()}
-    trained_for = keys_of(source).text(mixes.QAT) == file_type and matrix is None
+    trained_for = weights.keys_of(source).text(mixes.QAT) == file_type and matrix is None
     kinds = mixes.types_of(source.metadata, shapes, file_type, options.pure, matrix is not None, trained_for)
     importance = {} if matrix is None else read_importance(matrix, shapes)
     for name, kind in kinds.items():
@@ -280,11 +270,12 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     masters, path = None, source.path.with_name(OPTIMIZER)
     if trained_for and isinstance(source, GGUFFile) and is_file(path):
         state = GGUFFile.open(path)
-        masters = state if keys_of(state).text(CHECKPOINT_ID) == keys_of(source).text(CHECKPOINT_ID) else None
+        ids = {weights.keys_of(file).text(CHECKPOINT_ID) for file in (state, source)}
+        masters = state if len(ids) == 1 else None
     return Encoder(source, kinds, by_ggml, importance, masters)
 
 
-def gguf_metadata(source: WeightSource, file_type: str, matrix: str | None) -> dict[str, Any]:
+def gguf_metadata(source: weights.WeightSource, file_type: str, matrix: str | None) -> dict[str, Any]:
     """Return the keys of the source that stay valid, and the tokenizer's keys if the source is a folder."""
     keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED_KEYS}
     keys["general.file_type"] = np.uint32(mixes.file_type(file_type))
