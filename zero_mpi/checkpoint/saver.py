@@ -152,8 +152,8 @@ class Saver:
         except JobError as error:
             if self.comm.rank == 0:
                 folders.remove_tree(folder)
-            link, rest = self.out / folders.LATEST, "no earlier checkpoint exists"
-            rest = f"{link} is {link.readlink()}" if link.is_symlink() else rest
+            link = self.out / folders.LATEST
+            rest = f"{link} is {link.readlink()}" if link.is_symlink() else "no earlier checkpoint exists"
             text = f"saving the checkpoint of step {progress.step} failed: {error}; {rest}"
             raise JobError(text) from error
         seconds = time.monotonic() - start

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -259,11 +259,10 @@ class Snapshot:
         self._buffers: dict[tuple[str, str, str], Array] = {}
         self.complete: Any = Done()  # event that is done once the device has made the last copies
 
-    def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
+    def take(self, role: str, contributions: Sequence[Contribution]) -> list[Contribution]:
         """Return copies of the contributions to a file. Their values are valid once `complete` is done."""
-        sources = list(contributions)
-        copies = [replace(source, values=self._buffer(role, source)) for source in sources]
-        pairs = [(copy.values, source.values) for copy, source in zip(copies, sources, strict=True)]
+        copies = [replace(source, values=self._buffer(role, source)) for source in contributions]
+        pairs = [(copy.values, source.values) for copy, source in zip(copies, contributions, strict=True)]
         self.complete = device.in_use().fetch(pairs)
         return copies
 

@@ -140,9 +140,7 @@ def fill(handle: int, view: memoryview, at: int) -> int:
 def read_file(path: str | os.PathLike[str], most: int = MOST_JSON, expected: str = "a file") -> bytes:
     """Return all bytes of a regular file of at most `most` bytes; raises FileError."""
     with open_file(path, expected) as file:
-        if os.fstat(file.fileno()).st_size > most:
-            raise FileError(f"{shown(path)}: expected {expected} of at most {most} bytes, found more")
-        parts, remaining = list[bytes](), most + 1
+        parts, remaining = list[bytes](), 0 if os.fstat(file.fileno()).st_size > most else most + 1
         with refusing("", path, "cannot be read"):
             while remaining and (part := file.read(min(remaining, READ_AT_ONCE))):
                 parts.append(part)

@@ -47,11 +47,11 @@ def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
     For an unknown or invalid tokenizer, both are empty.
     """
     kind = KINDS.get(GGUFKeys(metadata, place).tokenizer or "")
+    if kind is None:
+        return [], {}
     try:
-        tokenizer = kind(metadata, place) if kind else None
+        tokenizer = kind(metadata, place)
     except UsageError:  # then the model is exported without its tokenizer
-        tokenizer = None
-    if tokenizer is None:
         return [], {}
     end, first = turn_end(tokenizer), [] if tokenizer.eos is None else [tokenizer.eos]
     ends = first + sorted((tokenizer.ends if end is None else tokenizer.ends | {end}) - set(first))
