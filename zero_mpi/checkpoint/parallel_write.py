@@ -218,14 +218,10 @@ class Output:
         self.problem: OSError | None = None
         self._file: OutputFile | None = None
         if self.comm.rank == 0:
-            self.attempt(self._open)
+            self.attempt(self.open)
 
     def open(self) -> None:
-        """Open the file, which rank 0 has created, if this rank writes to it."""
-        if self.writers.writes and self.comm.rank != 0:
-            self.attempt(self._open)
-
-    def _open(self) -> None:
+        """Open the file; rank 0 creates it."""
         self._file = OutputFile(self.content.path, new=self.comm.rank == 0)
         if self.comm.rank == 0:
             self._file.resize(self._nbytes)
@@ -339,8 +335,8 @@ def write_together(
     keys = stamp(*blank)
     outputs = [Output(writers, *pair) for pair in zip(contents, keys, strict=True)]
     agree(comm, outputs)
-    for output in outputs:
-        output.open()
+    for output in outputs if writers.writes and comm.rank != 0 else ():
+        output.attempt(output.open)
     with ThreadPoolExecutor(1, "zero_mpi checkpoint") as thread:
         digests = [write_tensors(output, thread, tick) for output in outputs]
     if comm.rank == 0:
