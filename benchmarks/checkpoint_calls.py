@@ -104,7 +104,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
         saver = Saver(Path(name) / "out", optimizer, description, **how)
         lines = counted(comm, saver)
         if comm.rank == 0:
-            tensors, about = len(optimizer.module.params), saver.writers.about
+            tensors, about = len(optimizer.module.params), saver.writers.description
             nodes = len({line[1] for line in lines})
             print(f"2 files with {3 * tensors} tensors in total, {nodes} nodes: {about}")
             print("\n".join(table(lines)))

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from zero_mpi.checkpoint.gguf.header import Announced, pack_file
+from zero_mpi.checkpoint.gguf.header import TableRow, pack_file
 from zero_mpi.models.model_config import ModelConfig
 
 
 def write_raw(
-    path: Path, architecture: str, metadata: Mapping[str, Any], table: Sequence[Announced], **data: bytes
+    path: Path, architecture: str, metadata: Mapping[str, Any], table: Sequence[TableRow], **data: bytes
 ) -> Path:
     """Write a file of keys and tensors, whose elements are zeros unless `data` has their bytes."""
     header, offsets, total = pack_file(architecture, metadata, table)

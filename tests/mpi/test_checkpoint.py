@@ -61,7 +61,7 @@ def test_a_save_in_the_background_is_of_the_moment_it_was_asked_for(exact, strat
     saver.wait()
     actual = [digests(ranks_folder / "behind" / f"step-{step:08d}") for step in (2, 3)]
     assert actual == expected
-    assert [saved.step for saved in saver.finished()] == [2, 3]
+    assert [saved.step for saved in saver.new_checkpoints()] == [2, 3]
     assert not [thread for thread in threading.enumerate() if "saver" in thread.name]
 
 

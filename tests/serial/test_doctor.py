@@ -197,7 +197,7 @@ def test_a_run_folder_is_tried_and_nothing_stays(tmp_path):
     for out in (tmp_path / "new" / "run", tmp_path / "kept"):
         rows = measures.run_folder(place((0,), out=str(out)))
         assert [row.what for row in rows] == ["run folder", "disk", "seen by all hosts"]
-        assert [row.verdict for row in rows][::2] == [OK if file_system(tmp_path).lasting else NOTE, OK]
+        assert [row.verdict for row in rows][::2] == [OK if file_system(tmp_path).is_lasting else NOTE, OK]
         assert file_system(tmp_path).kind in rows[0].value
         assert [path.name for path in tmp_path.rglob("*")] == ["kept"] * (tmp_path / "kept").exists()
         (tmp_path / "kept").mkdir(exist_ok=True)

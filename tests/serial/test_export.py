@@ -392,7 +392,7 @@ def test_a_disk_that_refuses_leaves_nothing_half_done(tmp_path, monkeypatch, tar
     monkeypatch.setattr(os, "fsync" if moment == "write" else "replace", refuse)
     if moment == "rename":
         monkeypatch.setattr(Path, "replace", refuse)
-        monkeypatch.setattr("zero_mpi.commands.export.command.replace_folder", refuse)
+        monkeypatch.setattr("zero_mpi.checkpoint.folders.replace_folder", refuse)
     with pytest.raises(JobError, match=r"cannot write .*x.*: No space left on device"):
         export(source, tmp_path / "there" / target, "--force")
     monkeypatch.undo()

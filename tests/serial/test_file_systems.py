@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_mpi.checkpoint.parallel_write import assigned
+from zero_mpi.checkpoint.parallel_write import writer_of_each
 from zero_mpi.files import file_systems
 from zero_mpi.files.file_systems import KINDS, UNKNOWN, file_system
 
@@ -69,4 +69,4 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_who_writes(case):
     system, nodes, a_node, expected = CASES[case]
-    assert assigned(nodes, system, a_node) == expected
+    assert writer_of_each(nodes, system, a_node) == expected

@@ -51,7 +51,7 @@ def test_very_many_values_or_levels_are_refused_before_they_are_parsed(raw):
 
 def test_lines_are_read_within_bounds_and_chosen_by_what_they_hold(tmp_path):
     path, long = tmp_path / "it", b"x" * (MOST_LINE - 1)
-    path.write_bytes(b"one\n" + b"\0" * (3 * MOST_LINE) + b"\ntwo\n" + long + b"\nend")
+    path.write_bytes(b"one\n" + b"\0" * (3 * MOST_LINE) + b"\ntwo\n" + long + b"\nend\n")
     assert [line[:4] for line in read_lines(path, b"")] == [b"one", b"two", b"xxxx", b"end"]
     os.truncate(path, 8 << 30)
     assert "found longer" in refusal(lambda: list(read_lines(path, b"")))

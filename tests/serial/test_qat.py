@@ -13,7 +13,7 @@ from jobs import run_job
 from test_command_bits import COMPILED, fields, needs_mpiexec, train_compiled, write_text
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.mixes import ENDS, TRAINED_FOR, is_matrix
+from zero_mpi.checkpoint.mixes import ENDS, QAT_TYPES, is_matrix
 from zero_mpi.commands.export.command import command
 from zero_mpi.launch.world import World
 from zero_mpi.ops import ggml
@@ -144,4 +144,4 @@ def test_the_type_may_not_change(runs: Path, tmp_path: Path) -> None:
     command = ["-m", "zero_mpi.train", "--out", str(tmp_path / "x"), "--qat", "q8_0", *flags]
     status, _, errors = run_job(1, command)
     assert (status, errors.count("\n"), "qat" in errors) == (2, 1, True)
-    assert not {"q2_k_s", "iq2_xxs", "f16"} & {*TRAINED_FOR}
+    assert not {"q2_k_s", "iq2_xxs", "f16"} & {*QAT_TYPES}

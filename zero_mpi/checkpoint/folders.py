@@ -19,6 +19,7 @@ import shutil
 from pathlib import Path
 
 from zero_mpi.errors import naming
+from zero_mpi.files.atomic import partial_of
 from zero_mpi.files.open import exists
 
 MODEL, ADAPTER, OPTIMIZER = "model.gguf", "adapter.gguf", "optimizer.gguf"
@@ -38,10 +39,6 @@ def step_folder(out: Path, step: int) -> Path:
     return out / f"step-{step:08d}"
 
 
-def partial_folder(final: Path) -> Path:
-    return final.with_name(f".{final.name}.partial")
-
-
 def remove_tree(folder: Path) -> None:
     """Remove as much of a folder as possible. Ignore other files: on a pipe, `shutil.rmtree` would hang."""
     if folder.is_dir():
@@ -50,7 +47,7 @@ def remove_tree(folder: Path) -> None:
 
 def begin(final: Path) -> Path:
     """Make an empty temporary folder for the checkpoint `final`. Remove what an earlier attempt left."""
-    folder = partial_folder(final)
+    folder = partial_of(final)
     remove_tree(folder)
     folder.mkdir()
     return folder
@@ -116,13 +113,13 @@ def exchange(first: Path, second: Path) -> bool:
 def point_best(out: Path, step: int) -> None:
     """Point the link OUT/best to the checkpoint of `step`; remove the link if `step` is 0."""
     name = step_folder(out, step).name if step else ""
-    if name and named(out, BEST) != name:
+    if name and link_target(out, BEST) != name:
         point(out, BEST, name)
     elif not name and (out / BEST).is_symlink():
         (out / BEST).unlink()
 
 
-def named(out: Path, link: str) -> str:
+def link_target(out: Path, link: str) -> str:
     """Return the target of a link in OUT; "" if there is no such link."""
     return os.readlink(out / link) if (out / link).is_symlink() else ""
 
@@ -147,7 +144,7 @@ def remove_old(out: Path, step: int, keep: int) -> None:
     """
     folders = [folder for number, folder in steps(out) if number <= step]
     for folder in folders[:-keep] if keep else []:
-        if folder.name != named(out, BEST):
+        if folder.name != link_target(out, BEST):
             remove(folder)
 
 
@@ -174,7 +171,7 @@ def clean(out: Path) -> None:
         if not LEFT_BEHIND.fullmatch(entry.name):
             continue
         final = entry.with_name(entry.name[1:].removesuffix(".old"))
-        linked = final.name in (named(out, LATEST), named(out, BEST))
+        linked = final.name in (link_target(out, LATEST), link_target(out, BEST))
         if entry.name.endswith(".old") and linked and not final.exists():
             entry.rename(final)
         elif entry.is_symlink():

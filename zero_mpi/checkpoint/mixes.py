@@ -20,11 +20,11 @@ from zero_mpi.files.gguf_keys import MOST_SIZE, GGUFKeys
 FILE_TYPES = {  # types that a file's matrices may have, and their numbers in the key general.file_type
     "f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9,
 }  # fmt: skip
-COARSE = tuple(Kind[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
+COARSE_TYPES = tuple(Kind[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
 ENDS = (EMBEDDING, HEAD)  # tensors at both ends of a model; a tied model has no separate head
-PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
-KEPT = ["position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short"]
-KEPT += ["ffn_gate_inp"]
+FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
+FLOAT_PARTS = ["position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short"]
+FLOAT_PARTS += ["ffn_gate_inp"]
 
 # Columns: name, general.file_type, type of most matrices, then exceptions PART=TYPE or PART=TYPE:CONDITION
 # (see `conditions`). v: attn_v and attn_qkv; head: output.weight or the tied embedding (default Q6_K).
@@ -63,10 +63,10 @@ PARTS = (  # part of a tensor's name -> part in the table; the first match count
     ("ffn_down", "down"),
 )  # fmt: skip
 EIGHT_O = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq3", "iq4")  # finer attn_output with 8 experts
-WEIGHTED = {Kind.IQ3_XXS, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_M, Kind.IQ1_S}
+WEIGHTED_TYPES = {Kind.IQ3_XXS, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S, Kind.IQ1_M, Kind.IQ1_S}
 FALLBACK = {
     **dict.fromkeys((Kind.Q2_K, Kind.Q3_K, Kind.TQ1_0, Kind.TQ2_0), Kind.Q4_0),
-    **dict.fromkeys((*WEIGHTED, Kind.IQ3_S, Kind.IQ4_XS), Kind.IQ4_NL),
+    **dict.fromkeys((*WEIGHTED_TYPES, Kind.IQ3_S, Kind.IQ4_XS), Kind.IQ4_NL),
     Kind.Q4_K: Kind.Q5_0,
     Kind.Q5_K: Kind.Q5_1,
     Kind.Q6_K: Kind.Q8_0,
@@ -81,7 +81,7 @@ class Mix(NamedTuple):
     rules: Mapping[str, list[tuple[Kind, str]]]
 
 
-def parsed(number: str, base: str, *parts: str) -> Mix:
+def parse_row(number: str, base: str, *parts: str) -> Mix:
     """Return the Mix for the words of a row of the table."""
     rules = {}
     for part, _, choices in (word.partition("=") for word in parts):
@@ -90,8 +90,8 @@ def parsed(number: str, base: str, *parts: str) -> Mix:
     return Mix(int(number), Kind[base], rules)
 
 
-MIXES = {name: parsed(*words) for name, *words in map(str.split, TABLE.strip().splitlines())}
-TRAINED_FOR = [  # types that training may round to in each step
+MIXES = {name: parse_row(*words) for name, *words in map(str.split, TABLE.strip().splitlines())}
+QAT_TYPES = [  # types that training may round to in each step
     *(name for name in FILE_TYPES if name.startswith("q")),
     *(name for name in MIXES if name.startswith(("q", "iq4", "mxfp4")) and name != "q2_k_s"),
     *ALIASES,
@@ -125,7 +125,7 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     stem, _, last = name.rpartition(".")
     part = stem.rpartition(".")[2]
     has_rows = last == "weight" and sum(dim > 1 for dim in shape[:-1]) > 0 and shape[-1] > 0
-    return has_rows and not part.endswith("norm") and part not in KEPT
+    return has_rows and not part.endswith("norm") and part not in FLOAT_PARTS
 
 
 def types_of(
@@ -144,14 +144,14 @@ def types_of(
     mix = None if pure else MIXES.get(target)
     matrices = {name: shape for name, shape in shapes.items() if is_matrix(name, shape)}
     base = MIXES[target].base if target in MIXES else Kind[target.upper()]
-    types = dict.fromkeys(matrices, base) if mix is None else mixed(keys, matrices, target, weighted)
-    for name in ENDS if (base in COARSE and not pure) or (fine_ends and base not in PLAIN) else ():
+    types = dict.fromkeys(matrices, base) if mix is None else types_in_mix(keys, matrices, target, weighted)
+    for name in ENDS if (base in COARSE_TYPES and not pure) or (fine_ends and base not in FLOATS) else ():
         if name in types:
             types[name] = Kind.Q8_0
-    return {name: fitting(types.get(name, Kind.F32), shape[-1]) for name, shape in shapes.items()}
+    return {name: fitting_type(types.get(name, Kind.F32), shape[-1]) for name, shape in shapes.items()}
 
 
-def fitting(kind: Kind, width: int) -> Kind:
+def fitting_type(kind: Kind, width: int) -> Kind:
     """Return `kind` if its block length divides `width`, otherwise its fallback type or F16."""
     for choice in (kind, FALLBACK.get(kind, Kind.F16)):
         if width % GGML_QUANT_SIZES[choice][0] == 0:
@@ -159,7 +159,7 @@ def fitting(kind: Kind, width: int) -> Kind:
     return Kind.F16
 
 
-def mixed(
+def types_in_mix(
     metadata: Mapping[str, Any], matrices: Mapping[str, tuple[int, ...]], target: str, weighted: bool
 ) -> dict[str, Kind]:
     """Return the type that a mix gives to each matrix; except for the head, blocks may not divide rows."""
@@ -173,9 +173,9 @@ def mixed(
     sharing, blocks = heads // size("attention.head_count_kv", heads), size("block_count", 1)
     parts = {name: part_of(name, matrices) for name in matrices}
     values = sorted(block_of(name) for name, part in parts.items() if part == "v")
-    types = {}
+    types, lowest = {}, target.startswith(("iq1", "iq2"))
     for name, part in parts.items():
-        block, rules, lowest = block_of(name), mix.rules.get(part, []), target.startswith(("iq1", "iq2"))
+        block, rules = block_of(name), mix.rules.get(part, [])
         place = (values.index(block), len(values)) if part == "v" else (block, blocks)
         met = conditions(*place, sharing, experts, weighted)
         kind = next((kind for kind, condition in rules if condition in met), mix.base)
@@ -212,4 +212,4 @@ def block_of(name: str) -> int:
 
 def needs_weights(name: str, kind: Kind, target: str) -> bool:
     """Return whether llama.cpp needs an importance matrix to quantize this tensor of a mix."""
-    return name not in ENDS and (kind in WEIGHTED or (target == "q2_k_s" and kind == Kind.Q2_K))
+    return name not in ENDS and (kind in WEIGHTED_TYPES or (target == "q2_k_s" and kind == Kind.Q2_K))

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
-from zero_mpi.checkpoint.gguf.header import Announced, checked_table, pack_file
-from zero_mpi.checkpoint.sound import PIECE_BYTES, digest, digest_of_pieces, piece_digests
+from zero_mpi.checkpoint.gguf.header import TableRow, checked_table, pack_file
+from zero_mpi.checkpoint.sound import PIECE_BYTES, READ_AT_ONCE, digest, digest_of_pieces, piece_digests
 from zero_mpi.checkpoint.state import Contribution, Run
+from zero_mpi.checkpoint.tensor_file import TensorSpec
 from zero_mpi.comm import Chunk, Comm, Partition, SerialComm
 from zero_mpi.comm.base import members_of
 from zero_mpi.device.arrays import empty
@@ -45,7 +46,7 @@ class Writers:
     group: Comm
     nodes: tuple[int, ...]
     writer_of: tuple[int, ...]
-    about: str = "rank 0 writes"
+    description: str = "rank 0 writes"
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -77,20 +78,20 @@ def writers_for(comm: Comm, folder: Path, per_node: int | None = None) -> Writer
     """Return the writers that suit `folder`'s file system, or `per_node` writers per node. Collective."""
     nodes = tuple(comm.nodes())
     system: FileSystem = comm.broadcast_object(file_system(folder) if comm.rank == 0 else None)
-    writer_of = assigned(nodes, system, per_node)
+    writer_of = writer_of_each(nodes, system, per_node)
     count = len(set(writer_of))
     group = comm if count == 1 else SerialComm() if count == comm.size else comm.split(writer_of[comm.rank])
     return Writers(comm, group, nodes, writer_of, f"{count} of {comm.size} ranks write, on {system.kind}")
 
 
-def assigned(nodes: Sequence[int], system: FileSystem, per_node: int | None = None) -> tuple[int, ...]:
+def writer_of_each(nodes: Sequence[int], system: FileSystem, per_node: int | None = None) -> tuple[int, ...]:
     """Return the writer of each rank: the rank that writes its slices. `nodes`: the node of each rank.
 
     `per_node`: maximum number of writers per node; None: the number that suits the file system. If only one
     host may write to a file, rank 0 writes for all; on an unknown file system, `per_node` overrides this.
     """
     several = len(set(nodes)) > 1
-    if several and not system.hosts and (system.known or per_node is None):
+    if several and not system.hosts and (system.is_known or per_node is None):
         return (0,) * len(nodes)
     writer_of = list(range(len(nodes)))
     for ranks in members_of(nodes).values():
@@ -131,7 +132,6 @@ def share_of(partition: Partition, ranks: Sequence[int]) -> JoinedSlices:
 
 CHUNK_ELEMENTS = 1 << 21  # maximum elements of a chunk: 8 MiB of float32, which a disk writes efficiently
 BLANK = "0" * 64  # placeholder for a digest in a header
-READ_AT_ONCE = 1 << 22  # maximum bytes of a read
 DISK_BYTES = 16 << 20  # number of bytes after which the system is asked to write them to disk
 MOST_BUFFERS = 1024  # maximum number of buffers in one system call
 PADDING = 64  # tensors with at most this many zero bytes between them are written in one call
@@ -145,7 +145,7 @@ class Content:
 
     path: Path
     architecture: str
-    tensors: Sequence[Announced]
+    tensors: Sequence[TableRow]
     contributions: Sequence[Contribution]
     constants: Mapping[str, Array] = field(default_factory=dict)  # equal on all ranks; rank 0 writes them
 
@@ -165,7 +165,7 @@ class OutputFile:
     def __init__(self, path: Path, new: bool = True) -> None:
         self.path = path
         self._handle = open_in_place(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC) * new)
-        self._since = 0  # bytes written since the system was last asked to write to disk
+        self._unflushed = 0  # bytes written since the system was last asked to write to disk
 
     def resize(self, nbytes: int) -> None:
         """Set the length of the file. Bytes that no rank writes are zeros."""
@@ -183,30 +183,28 @@ class OutputFile:
                     count -= len(views.popleft())
                 if count:
                     views[0] = views[0][count:]
-        self._since += offset - first
-        if self._since >= DISK_BYTES:
+        self._unflushed += offset - first
+        if self._unflushed >= DISK_BYTES:
             # We tell the system that it need not cache these bytes any more. So it writes them to disk now,
             # while other work continues, and not only at the end. Bytes that are not yet on disk stay in the
             # cache. A file system may reject this advice.
-            self._since = 0
+            self._unflushed = 0
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def sync(self) -> None:
-        """Flush to disk all bytes that processes of this host wrote."""
-        with naming(self.path):
-            os.fsync(self._handle)
-
     def close(self, durable: bool = True) -> None:
-        """Close the file, after a sync if `durable`. A second call does nothing."""
+        """Close the file. If `durable`, first flush to disk all bytes that processes of this host wrote.
+
+        A second call does nothing.
+        """
         if self._handle < 0:
             return
-        try:
-            if durable:
-                self.sync()
-        finally:
-            handle, self._handle = self._handle, -1
-            with naming(self.path):
+        handle, self._handle = self._handle, -1
+        with naming(self.path):
+            try:
+                if durable:
+                    os.fsync(handle)
+            finally:
                 os.close(handle)
 
 
@@ -220,14 +218,10 @@ class Output:
         self.problem: OSError | None = None
         self._file: OutputFile | None = None
         if self.comm.rank == 0:
-            self.attempt(self._open)
+            self.attempt(self.open)
 
     def open(self) -> None:
-        """Open the file, which rank 0 has created, if this rank writes to it."""
-        if self.writers.writes and self.comm.rank != 0:
-            self.attempt(self._open)
-
-    def _open(self) -> None:
+        """Open the file; rank 0 creates it."""
         self._file = OutputFile(self.content.path, new=self.comm.rank == 0)
         if self.comm.rank == 0:
             self._file.resize(self._nbytes)
@@ -272,11 +266,11 @@ class Output:
             except OSError as error:
                 self.problem = self.problem or error
 
-    def read_digest(self, name: str, nbytes: int) -> str:
+    def read_digest(self, spec: TensorSpec) -> str:
         """Return the digest of a tensor's bytes, which are read from the file."""
         with self.content.path.open("rb") as file:
-            file.seek(self._offsets[name])
-            sizes = [min(READ_AT_ONCE, nbytes - at) for at in range(0, nbytes, READ_AT_ONCE)]
+            file.seek(self._offsets[spec.name])
+            sizes = [min(READ_AT_ONCE, spec.nbytes - at) for at in range(0, spec.nbytes, READ_AT_ONCE)]
             return digest_of_pieces(piece_digests(file.read(size)) for size in sizes)
 
 
@@ -285,7 +279,7 @@ class ChunkPipeline:
 
     def __init__(self, output: Output, thread: ThreadPoolExecutor) -> None:
         self.output, self.writers, self._thread = output, output.writers, thread
-        self._written: Future[None] | None = None
+        self._last_write: Future[None] | None = None
         self._buffers = [empty(0), empty(0)]
 
     def send(self, source: Contribution) -> list[tuple[str, bytes]]:
@@ -297,7 +291,7 @@ class ChunkPipeline:
             overlap = chunk.of_slice(share, group.rank)
             values, start = source.on_host(overlap), first + overlap.start
             if source.by_pieces:
-                digests += source.digests(start, values)
+                digests += [(name, piece_digests(run)) for name, _, run in source.runs(start, values)]
             if group.size == 1:
                 self._write(source.runs(start, values))
                 continue
@@ -322,36 +316,39 @@ class ChunkPipeline:
 
     def _write(self, runs: Iterable[Run]) -> None:
         self.finish()
-        self._written = self._thread.submit(self.output.write, list(runs))
+        self._last_write = self._thread.submit(self.output.write, list(runs))
 
     def finish(self) -> None:
-        if self._written is not None:
-            self._written.result()
+        if self._last_write is not None:
+            self._last_write.result()
 
 
 def write_together(
     writers: Writers, contents: Sequence[Content], stamp: Stamp, *, tick: Callable[[str], None]
-) -> None:
-    """Write and sync all files. Raise JobError on all ranks if a file cannot be written. Collective.
+) -> Sequence[Mapping[str, Any]]:
+    """Write and sync all files. Return their keys, valid on rank 0. Collective.
 
-    `tick` is called often, with a description of the current work.
+    Raises JobError on all ranks if a file cannot be written. Calls `tick` often, with the current work.
     """
     comm = writers.comm
     blank = [dict.fromkeys([name for name, *_ in content.tensors], BLANK) for content in contents]
-    outputs = [Output(writers, content, keys) for content, keys in zip(contents, stamp(*blank), strict=True)]
+    keys = stamp(*blank)
+    outputs = [Output(writers, *pair) for pair in zip(contents, keys, strict=True)]
     agree(comm, outputs)
-    for output in outputs:
-        output.open()
+    for output in outputs if writers.writes and comm.rank != 0 else ():
+        output.attempt(output.open)
     with ThreadPoolExecutor(1, "zero_mpi checkpoint") as thread:
         digests = [write_tensors(output, thread, tick) for output in outputs]
     if comm.rank == 0:
-        for output, keys in zip(outputs, stamp(*digests), strict=True):
-            output.stamp(keys)
+        keys = stamp(*digests)
+        for output, final in zip(outputs, keys, strict=True):
+            output.stamp(final)
     agree(comm, outputs)  # a rank may sync for its host only after the host's last write
     for output in outputs:
         tick(f"flushing {output.content.path.name} to disk")
         output.close(durable=True)
     agree(comm, outputs)
+    return keys
 
 
 def agree(comm: Comm, outputs: Iterable[Output]) -> None:
@@ -374,23 +371,21 @@ def agree_on(comm: Comm, problem: str | None) -> None:
 
 def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[str], None]) -> Digests:
     """Write all tensors of a file. Return their digests on rank 0. Collective."""
-    chunks, digests, rest = ChunkPipeline(output, thread), dict[str, str](), list[str]()
-    parts = defaultdict[str, list[bytes]](list)  # digests of each tensor's pieces, ordered by unit and rank
-    for contribution in output.content.contributions:
-        tick(f"writing {contribution.prefix}{contribution.unit.name} to {output.content.path.name}")
-        pieces = output.comm.gather_object(chunks.send(contribution))
-        if contribution.by_pieces:
-            for name, part in (entry for rank in pieces or [] for entry in rank):
-                parts[name].append(part)
-        else:
-            rest += [contribution.prefix + name for name in contribution.unit.params]
+    chunks, content = ChunkPipeline(output, thread), output.content
+    pieces = defaultdict[str, list[bytes]](list)  # digests of each tensor's pieces, ordered by unit and rank
+    for contribution in content.contributions:
+        assert contribution.by_pieces or not any(output.writers.writer_of), "row shards: expected one writer"
+        tick(f"writing {contribution.prefix}{contribution.unit.name} to {content.path.name}")
+        for name, part in chain.from_iterable(output.comm.gather_object(chunks.send(contribution)) or ()):
+            pieces[name].append(part)
     chunks.finish()
-    digests |= {name: digest_of_pieces(pieces) for name, pieces in parts.items()}
-    for name, constant in output.content.constants.items() if output.comm.rank == 0 else ():
+    if output.comm.rank != 0:
+        return {}
+    digests = {name: digest_of_pieces(parts) for name, parts in pieces.items()}
+    for name, constant in content.constants.items():
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
-    assert not rest or not any(output.writers.writer_of), "expected rank 0 as the only writer for row shards"
-    if rest and output.comm.rank == 0:  # rank 0 reads the file, because row shards end inside pieces
-        table, read = checked_table(output.content.tensors), output.read_digest
-        output.attempt(lambda: digests.update((name, read(name, table[name].nbytes)) for name in rest))
-    return {name: digests.get(name, BLANK) for name, *_ in output.content.tensors}
+    table = checked_table(content.tensors)
+    rest = [name for name in table if name not in digests]  # row shards, which end inside pieces
+    output.attempt(lambda: digests.update((name, output.read_digest(table[name])) for name in rest))
+    return {name: digests.get(name, BLANK) for name in table}

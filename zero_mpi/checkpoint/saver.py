@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zero_mpi.arguments import came, instance, some
-from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint import folders, sound, state
 from zero_mpi.checkpoint.gguf.header import pack_file
 from zero_mpi.checkpoint.parallel_write import (
     Content,
@@ -27,35 +27,10 @@ from zero_mpi.checkpoint.parallel_write import (
     write_together,
     writers_for,
 )
-from zero_mpi.checkpoint.sound import (
-    AVERAGE,
-    ID,
-    MODEL,
-    STATE_DIGEST,
-    CheckpointFiles,
-    check_digests,
-    open_checkpoint,
-)
-from zero_mpi.checkpoint.state import (
-    ARCHITECTURE,
-    STATE,
-    Contribution,
-    Description,
-    Snapshot,
-    TrainingProgress,
-    averages_of,
-    check_tensors,
-    expect_tensors,
-    load_state,
-    model_tensors,
-    parameters_of,
-    stamp,
-    state_tensors,
-    states_of,
-)
 from zero_mpi.comm import Comm
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.errors import JobError, UsageError, explain
+from zero_mpi.files.atomic import partial_of
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.optim.optimizer import ShardedOptimizer
 from zero_mpi.sharding.module import ShardedModule
@@ -63,11 +38,11 @@ from zero_mpi.sharding.precision import FP64
 from zero_mpi.sharding.unit import BlockUnit
 from zero_mpi.telemetry import spans
 
-Parts = dict[str, list[Contribution]]  # role of a file -> contributions to it
+Parts = dict[str, list[state.Contribution]]  # role of a file -> contributions to it
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A complete checkpoint. Its id and digest are valid only on rank 0."""
 
     folder: Path
@@ -93,7 +68,7 @@ class Saver:
         self,
         out: Path,
         optimizer: ShardedOptimizer,
-        description: Description,
+        description: state.Description,
         *,
         keep: int = 0,
         parallel: bool = False,
@@ -107,18 +82,18 @@ class Saver:
         self.writers = writers_for(self.comm, out, writers_per_node) if parallel else rank_0_of(self.comm)
         self.longest = 0.0
         self.prepare: Callable[[], str | None] = partial(out.mkdir, parents=True, exist_ok=True)
-        self._snapshot = Snapshot()
+        self._snapshot = state.Snapshot()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._finished: list[Saved] = []
+        self._checkpoints: list[SavedCheckpoint] = []
 
-    def save(self, progress: TrainingProgress) -> None:
+    def save(self, progress: state.TrainingProgress) -> None:
         """Save the state. Raise JobError on all ranks if this or the last save has failed. Collective."""
         self.wait()
         parts = parts_of(self.optimizer, self.description)
         if not self.background:
             with spans.during(spans.CHECKPOINT, "save", f"step {progress.step}"):
-                self._finished.append(self._write(progress, parts))
+                self._checkpoints.append(self._write(progress, parts))
             return
         with spans.during(spans.CHECKPOINT, "copy"):
             copies = {role: self._snapshot.take(role, part) for role, part in parts.items()}
@@ -147,80 +122,84 @@ class Saver:
         self.writers.close()
         self.comm.close()
 
-    def finished(self) -> list[Saved]:
+    def new_checkpoints(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that have become complete since the last call."""
-        checkpoints = self._finished[:]
-        del self._finished[: len(checkpoints)]
+        checkpoints = self._checkpoints[:]
+        del self._checkpoints[: len(checkpoints)]
         return checkpoints
 
-    def _write_behind(self, progress: TrainingProgress, parts: Parts) -> None:
+    def _write_behind(self, progress: state.TrainingProgress, parts: Parts) -> None:
         try:
             with spans.during(spans.BACKGROUND, "save", f"step {progress.step}"):
                 self._snapshot.complete.wait()
-                self._finished.append(self._write(progress, parts))
+                self._checkpoints.append(self._write(progress, parts))
         except BaseException as error:  # `wait` raises it
             self._error = error
 
-    def _write(self, progress: TrainingProgress, parts: Parts) -> Saved:
-        start, root = time.monotonic(), self.comm.rank == 0
+    def _write(self, progress: state.TrainingProgress, parts: Parts) -> SavedCheckpoint:
+        start = time.monotonic()
         final = folders.step_folder(self.out, progress.step)
-        folder = folders.partial_folder(final)
+        folder = partial_of(final)
         try:
             on_root(self.comm, partial(folders.begin, final), self.prepare)
-            facts = progress, self.description
-            keys = write_files(self.writers, folder, self.optimizer, parts, facts, tick=self.tick)
+            keys = write_files(
+                self.writers, folder, self.optimizer, self.description, progress, parts, self.tick
+            )
             self.tick(f"publishing step {progress.step}")
-            arguments = self.out, progress.step, folder, self.keep, progress.best.is_of(progress.step)
-            on_root(self.comm, partial(folders.publish, *arguments), self.prepare)
+            is_best = progress.best.is_of(progress.step)
+            publish = partial(folders.publish, self.out, progress.step, folder, self.keep, is_best)
+            on_root(self.comm, publish, self.prepare)
         except JobError as error:
-            if root:
+            if self.comm.rank == 0:
                 folders.remove_tree(folder)
-            link, rest = self.out / folders.LATEST, "no earlier checkpoint exists"
-            rest = f"{link} is {link.readlink()}" if link.is_symlink() else rest
+            link = self.out / folders.LATEST
+            rest = f"{link} is {link.readlink()}" if link.is_symlink() else "no earlier checkpoint exists"
             text = f"saving the checkpoint of step {progress.step} failed: {error}; {rest}"
             raise JobError(text) from error
         seconds = time.monotonic() - start
         self.longest = max(self.longest, seconds)
-        return Saved(final, progress.step, keys[STATE_DIGEST], keys[ID], seconds)
+        return SavedCheckpoint(final, progress.step, keys[sound.STATE_DIGEST], keys[sound.ID], seconds)
 
 
-def parts_of(optimizer: ShardedOptimizer, description: Description) -> Parts:
+def parts_of(optimizer: ShardedOptimizer, description: state.Description) -> Parts:
     """Return this rank's contributions to each file of a checkpoint, as views, in the files' order."""
     trained = description.is_adapter
-    average = {AVERAGE: averages_of(optimizer, trained)} if optimizer.ema is not None else {}
-    return {MODEL: parameters_of(optimizer, trained), **average, STATE: states_of(optimizer)}
+    average = {sound.AVERAGE: state.averages_of(optimizer, trained)} if optimizer.ema is not None else {}
+    return {
+        sound.MODEL: state.parameters_of(optimizer, trained),
+        **average,
+        state.STATE: state.states_of(optimizer),
+    }
 
 
 def write_files(
     writers: Writers,
     folder: Path,
     optimizer: ShardedOptimizer,
+    description: state.Description,
+    progress: state.TrainingProgress,
     parts: Parts,
-    facts: tuple[TrainingProgress, Description],
-    *,
     tick: Callable[[str], None] = lambda work: None,
-) -> dict[str, Any]:
-    """Write all files into `folder`: slices of all ranks, and the progress and description in `facts`.
+) -> Mapping[str, Any]:
+    """Write all files into `folder`: slices of all ranks, the progress and the description.
 
     Collective. Returns the state's keys (valid on rank 0). Raises JobError on all ranks if a write fails.
     """
-    progress, description = facts
-    names = {MODEL: description.weights, AVERAGE: folders.AVERAGE}
-    model = description.architecture, model_tensors(optimizer, description)
+    names = {sound.MODEL: description.weights, sound.AVERAGE: folders.AVERAGE}
+    architecture, tensors = description.architecture, state.model_tensors(optimizer, description)
     contents = [
-        Content(folder / names[role], *model, part, description.constants)
-        if role in names
-        else Content(folder / folders.OPTIMIZER, ARCHITECTURE, state_tensors(optimizer), part)
+        Content(folder / names[role], architecture, tensors, part, description.constants)
         for role, part in parts.items()
+        if role in names
     ]
-    stamps: dict[str, dict[str, Any]] = {}
+    states = state.state_tensors(optimizer)
+    contents.append(Content(folder / folders.OPTIMIZER, state.ARCHITECTURE, states, parts[state.STATE]))
 
     def keys(*digests: Digests) -> list[dict[str, Any]]:
-        stamps.update(stamp(progress, description, dict(zip(parts, digests, strict=True)), optimizer.type))
-        return list(stamps.values())
+        by_role = dict(zip(parts, digests, strict=True))
+        return list(state.stamp(progress, description, by_role, optimizer.type).values())
 
-    write_together(writers, contents, keys, tick=tick)
-    return stamps[STATE]
+    return write_together(writers, contents, keys, tick=tick)[-1]
 
 
 def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str | None] = str) -> None:
@@ -236,7 +215,7 @@ def on_root(comm: Comm, action: Callable[[], object], prepare: Callable[[], str 
     agree_on(comm, problem)
 
 
-OURS = {folders.MODEL, folders.OPTIMIZER, folders.AVERAGE}
+FILES = {folders.MODEL, folders.OPTIMIZER, folders.AVERAGE}
 FOLDER = str | os.PathLike[str]
 
 
@@ -252,12 +231,12 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     UsageError for a folder with other files, for names of more than 33 bytes or shapes of more than 4
     dimensions, which GGUF does not accept, and if ranks differ; JobError if a file cannot be written.
     """
-    description = Description(ARCHITECTURE, {}, {}, {})
+    description = state.Description(state.ARCHITECTURE, {}, {}, {})
     instance("save: module", module, ShardedModule, "a ShardedModule")
     path: str = agreed(module.comm, "save", partial(resolve, folder, module, optimizer, description))
     comm = module.comm.background()
     final = Path(comm.broadcast_object(path))
-    old, staging = folders.moved_aside(final), folders.partial_folder(final)
+    old, staging = folders.moved_aside(final), partial_of(final)
 
     def publish() -> None:
         folders.put(staging, final)
@@ -266,11 +245,11 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
     steps, skipped, scale = optimizer.steps, optimizer.skipped, module.loss_scale
     counts: dict[str, Any] = {"scale_exponent": scale.recorded, "scale_steps": scale.good_steps}
-    progress = TrainingProgress(steps + skipped, skipped=skipped, updates=steps, **counts)
-    parts, facts = parts_of(optimizer, description), (progress, description)
+    progress = state.TrainingProgress(steps + skipped, skipped=skipped, updates=steps, **counts)
+    parts = parts_of(optimizer, description)
     try:
         on_root(comm, partial(begin, final))
-        write_files(rank_0_of(comm), staging, optimizer, parts, facts)
+        write_files(rank_0_of(comm), staging, optimizer, description, progress, parts)
         on_root(comm, publish)
     except JobError as error:
         if comm.rank == 0:
@@ -291,12 +270,12 @@ def begin(final: Path) -> None:
 
 
 def resolve(
-    folder: Any, module: ShardedModule, optimizer: Any, description: Description
+    folder: Any, module: ShardedModule, optimizer: Any, description: state.Description
 ) -> tuple[str, Facts]:
     """Check the arguments. Return the folder with links resolved, and facts that all ranks compare."""
     check("save", folder, module, optimizer)
-    for tensors in (model_tensors(optimizer, description), state_tensors(optimizer)):
-        pack_file(ARCHITECTURE, {}, tensors)
+    for tensors in (state.model_tensors(optimizer, description), state.state_tensors(optimizer)):
+        pack_file(state.ARCHITECTURE, {}, tensors)
     final = os.path.realpath(folder)
     if module.comm.rank == 0:
         check_place(Path(final))
@@ -309,7 +288,7 @@ def check_place(final: Path) -> None:
         return
     if not is_folder(final):
         raise UsageError(f"save: {final}: is a file; use another folder")
-    surplus = sorted({path.name for path in final.iterdir()} - OURS)
+    surplus = sorted({path.name for path in final.iterdir()} - FILES)
     if surplus:
         raise UsageError(
             f"save: {final}: expected a new folder, or one with only {folders.MODEL} and "
@@ -331,22 +310,22 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
     instance("load: module", module, ShardedModule, "a ShardedModule")
     comm = module.comm
 
-    def opened() -> tuple[CheckpointFiles, Facts]:
+    def open_files() -> tuple[sound.CheckpointFiles, Facts]:
         check("load", folder, module, optimizer)
-        files = open_checkpoint(Path(folder))
-        expect_tensors(files.model, {name: param.shape for name, param in module.params.items()})
-        check_tensors(files, optimizer)
-        return files, {"the checkpoint": files.state.metadata[ID]}
+        files = sound.open_checkpoint(Path(folder))
+        state.expect_tensors(files.model, {name: param.shape for name, param in module.params.items()})
+        state.check_tensors(files, optimizer)
+        return files, {"the checkpoint": files.state.metadata[sound.ID]}
 
-    def sound() -> tuple[None, Facts]:
-        check_digests(files, comm.rank, comm.size)
+    def verify() -> tuple[None, Facts]:
+        sound.check_digests(files, comm.rank, comm.size)
         return None, {}
 
-    files: CheckpointFiles = agreed(comm, "load", opened)
-    agreed(comm, "load", sound)
+    files: sound.CheckpointFiles = agreed(comm, "load", open_files)
+    agreed(comm, "load", verify)
     module.drop_gathered()
     module.zero_gradients()
-    progress: TrainingProgress = agreed(comm, "load", lambda: (load_state(files, optimizer), {}))
+    progress: state.TrainingProgress = agreed(comm, "load", lambda: (state.load_state(files, optimizer), {}))
     return progress.step
 
 

@@ -58,8 +58,7 @@ def as_lines(digests: Mapping[str, str]) -> list[str]:
 
 def from_lines(lines: Iterable[str] | None) -> dict[str, str]:
     """Return name -> digest, given strings "digest name"; {} for None."""
-    texts = [line for line in (() if lines is None else lines) if isinstance(line, str)]
-    return {name: value for value, _, name in (line.partition(" ") for line in texts)}
+    return {name: value for value, _, name in (line.partition(" ") for line in lines or ())}
 
 
 FORMAT_VERSION = 2

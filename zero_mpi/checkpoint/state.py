@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,21 +20,8 @@ from gguf.constants import GGMLQuantizationType
 
 from zero_mpi import device
 from zero_mpi.arguments import some
-from zero_mpi.checkpoint import folders
+from zero_mpi.checkpoint import folders, sound
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.sound import (
-    DIGESTS,
-    FORMAT_VERSION,
-    ID,
-    PIECE_BYTES,
-    STATE_DIGEST,
-    TENSOR_DIGESTS,
-    CheckpointFiles,
-    as_lines,
-    digest_of_files,
-    piece_digests,
-    signature,
-)
 from zero_mpi.checkpoint.tensor_file import CHUNK
 from zero_mpi.checkpoint.weights import WeightSource, keys_of
 from zero_mpi.comm import Comm, Partition
@@ -143,24 +130,26 @@ def stamp(
 ) -> dict[str, dict[str, Any]]:
     """Return the keys of each file by role, given digests of its tensors. The last role is `optimizer`."""
     shared = {
-        STATE_DIGEST: digest_of_files(digests),
+        sound.STATE_DIGEST: sound.digest_of_files(digests),
         "training.iteration_count": np.uint64(progress.step),
         "training.token_count": np.uint64(progress.tokens),
     }
     model = {**description.model, "general.file_type": np.uint32(0), **shared}
-    files = {role: {**model, TENSOR_DIGESTS: as_lines(entries)} for role, entries in digests.items()}
+    files = {
+        role: {**model, sound.TENSOR_DIGESTS: sound.as_lines(entries)} for role, entries in digests.items()
+    }
     scale_counts = {} if progress.scale_exponent is None else SCALE_COUNTS
     counts = {key: np.uint64(getattr(progress, name)) for key, name in {**COUNTS, **scale_counts}.items()}
     texts = {
         f"training.{name}": json.dumps(dict(getattr(description, name)), sort_keys=True)
         for name in ("settings", "machine", "plan")
     }
-    head = {"optimizer.type": optimizer, "optimizer.file_version": np.uint32(FORMAT_VERSION)}
-    lines = {TENSOR_DIGESTS: as_lines(digests[STATE])}
-    lines |= {key: as_lines(digests[role]) for role, key in DIGESTS.items() if role in digests}
+    head = {"optimizer.type": optimizer, "optimizer.file_version": np.uint32(sound.FORMAT_VERSION)}
+    lines = {sound.TENSOR_DIGESTS: sound.as_lines(digests[STATE])}
+    lines |= {key: sound.as_lines(digests[role]) for role, key in sound.DIGESTS.items() if role in digests}
     files[STATE] = {**head, **counts, **progress.best.keys(), **shared, **texts, **lines}
-    name = signature(*files.values())
-    return {role: {**keys, ID: name} for role, keys in files.items()}
+    name = sound.signature(*files.values())
+    return {role: {**keys, sound.ID: name} for role, keys in files.items()}
 
 
 def model_tensors(optimizer: ShardedOptimizer, description: Description) -> list[tuple[str, tuple[int, ...]]]:
@@ -213,11 +202,7 @@ class Contribution:
     @property
     def by_pieces(self) -> bool:
         """True if slices begin and end at borders of pieces, so that each rank can hash its own slice."""
-        return bool(self.unit.quantum * self.values.itemsize % PIECE_BYTES == 0)
-
-    def digests(self, start: int, values: Array) -> list[tuple[str, bytes]]:
-        """Return (tensor, digests of its pieces) for `values`, which is the unit's buffer from `start` on."""
-        return [(name, piece_digests(run)) for name, _, run in self.runs(start, values)]
+        return bool(self.unit.quantum * self.values.itemsize % sound.PIECE_BYTES == 0)
 
 
 def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Contribution]:
@@ -274,11 +259,10 @@ class Snapshot:
         self._buffers: dict[tuple[str, str, str], Array] = {}
         self.complete: Any = Done()  # event that is done once the device has made the last copies
 
-    def take(self, role: str, contributions: Iterable[Contribution]) -> list[Contribution]:
+    def take(self, role: str, contributions: Sequence[Contribution]) -> list[Contribution]:
         """Return copies of the contributions to a file. Their values are valid once `complete` is done."""
-        sources = list(contributions)
-        copies = [replace(source, values=self._buffer(role, source)) for source in sources]
-        pairs = [(copy.values, source.values) for copy, source in zip(copies, sources, strict=True)]
+        copies = [replace(source, values=self._buffer(role, source)) for source in contributions]
+        pairs = [(copy.values, source.values) for copy, source in zip(copies, contributions, strict=True)]
         self.complete = device.in_use().fetch(pairs)
         return copies
 
@@ -295,18 +279,22 @@ class Snapshot:
 def read_progress(state: GGUFFile) -> TrainingProgress:
     """Return the progress of the run. Raise UsageError if the file lacks a count."""
     fields = COUNTS | {key: name for key, name in SCALE_COUNTS.items() if key in state.metadata}
-    counts = {name: keys_of(state).integer(key) for key, name in fields.items()}
+    keys, counts = keys_of(state), dict[str, int]()
     for key, name in fields.items():
-        if counts[name] is None:
+        if (count := keys.integer(key)) is None:
             raise UsageError(f"{state.path}: the key {key} is missing or not a count")
-    return TrainingProgress(**counts, best=read_best(keys_of(state)))  # type: ignore[arg-type]
+        counts[name] = count
+    return TrainingProgress(**counts, best=read_best(keys))
 
 
 def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     """Return the JSON object in a key ("training.settings"). Raise UsageError if it is missing or invalid."""
     raw = keys_of(state).text(key) or ""
+    if len(raw) > MOST_SETTINGS:
+        limit = f"at most {MOST_SETTINGS} characters"
+        raise UsageError(f"{state.path}: the key {key}: expected {limit}, found {len(raw)}")
     try:
-        value = json.loads(raw if len(raw) <= MOST_SETTINGS else "")
+        value = json.loads(raw)
         json.dumps(value)  # raises RecursionError for too many nested levels
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{state.path}: the key {key} is missing or broken") from error
@@ -315,7 +303,7 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
     return value
 
 
-def check_tensors(files: CheckpointFiles, optimizer: ShardedOptimizer) -> None:
+def check_tensors(files: sound.CheckpointFiles, optimizer: ShardedOptimizer) -> None:
     """Raise UsageError unless the files hold the states of all trained parameters, and averages if, and only
     if, the optimizer keeps them."""
     state, average = files.state, files.average
@@ -373,7 +361,7 @@ def read_state(file: GGUFFile, name: str, start: int, stop: int) -> Array:
     return out
 
 
-def load_state(files: CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
+def load_state(files: sound.CheckpointFiles, optimizer: ShardedOptimizer) -> TrainingProgress:
     """Fill this rank's slices of parameters and moments from a checkpoint. Return the progress of the run.
 
     Call it on all ranks. Raises UsageError if the files are damaged.

@@ -148,7 +148,7 @@ class GrownWeights(WeightSource):
     """
 
     def __init__(self, base: Any, tokens: Sequence[str], trained: Any = None) -> None:
-        self.base, self.tokens, self.path, self._trained = base, list(tokens), base.path, trained
+        self.base, self.tokens, self.path, self._adapter = base, list(tokens), base.path, trained
         self._means: dict[str, Floats] = {}
         keys, vocabulary = base.metadata, base.tensors[EMBEDDING].shape[0]
         if isinstance(base, HuggingFaceFolder) and TOKENIZER not in keys:
@@ -178,12 +178,12 @@ class GrownWeights(WeightSource):
         count = min(out.size, max(0, border - start))
         self.base.read(name, start, start + count, out[:count])
         if count < out.size:
-            out[count:] = self._later(name, start + count - border, start + out.size - border)
+            out[count:] = self._new_rows(name, start + count - border, start + out.size - border)
 
-    def _later(self, name: str, start: int, stop: int) -> Floats:
+    def _new_rows(self, name: str, start: int, stop: int) -> Floats:
         """Return elements [start, stop) of the rows from `first` on: new rows, followed by unused rows."""
-        if self._trained is not None:
-            result: Floats = self._trained.read(name + ADDED, start, stop)
+        if self._adapter is not None:
+            result: Floats = self._adapter.read(name + ADDED, start, stop)
             return result
         spec, new = self.base.tensors[name], len(self.tokens)
         if name not in self._means:
@@ -224,18 +224,18 @@ class MergedWeights(WeightSource):
             base = GrownWeights(base.base if isinstance(base, GrownWeights) else base, tokens, adapter)
         self._base, self._adapter, lora = base, adapter, lora_of(adapter)
         self.path, self.metadata = base.path, base.metadata
-        self._rounds = keys_of(adapter).text(QAT)  # type to which the merged weights were rounded in training
-        if self._rounds is not None:
-            self.metadata = {**base.metadata, QAT: self._rounds}
+        self._qat_type = keys_of(adapter).text(QAT)  # type to which training rounded the merged weights
+        if self._qat_type is not None:
+            self.metadata = {**base.metadata, QAT: self._qat_type}
         self._scale = np.float32(lora.alpha / lora.rank)
         self.tensors = dict(base.tensors)
-        self._stored = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head gets a tensor
+        self._base_names = {} if HEAD in base.tensors else {HEAD: EMBEDDING}  # a tied head gets a tensor
         for name in lora.targets:
-            self.tensors[name] = self._adapted(name, lora.rank)
+            self.tensors[name] = self._merged_spec(name, lora.rank)
 
-    def _adapted(self, name: str, rank: int) -> TensorSpec:
+    def _merged_spec(self, name: str, rank: int) -> TensorSpec:
         """Return name, shape and type of a merged tensor. Raise UsageError unless both factors fit it."""
-        spec, tensors = self._base.tensors.get(self._stored.get(name, name)), self._adapter.tensors
+        spec, tensors = self._base.tensors.get(self._base_names.get(name, name)), self._adapter.tensors
         shapes = [tensors[name + end].shape if name + end in tensors else None for end in (FIRST, SECOND)]
         *stack, rows, width = (0, 0) if spec is None else spec.shape
         if spec is None or shapes != [(*stack, rank, width), (*stack, rows, rank)]:
@@ -248,7 +248,7 @@ class MergedWeights(WeightSource):
 
     def fill(self, spec: TensorSpec, start: int, out: Floats) -> None:
         name, stop = spec.name, start + out.size
-        self._base.read(self._stored.get(name, name), start, stop, out)
+        self._base.read(self._base_names.get(name, name), start, stop, out)
         if name + FIRST in self._adapter.tensors and stop > start:
             with np.errstate(all="ignore"):  # the check below finds values that are not finite
                 update = self._product(name, start, stop)
@@ -267,7 +267,7 @@ class MergedWeights(WeightSource):
         matrices = range(first // height, -(-last // height))
         a = self._adapter.read(name + FIRST, matrices.start * rank * width, matrices.stop * rank * width)
         parts = [slice(max(0, e * height - first), (e + 1) * height - first) for e in matrices]
-        multiply = np.matmul if self._rounds is None else product
+        multiply = np.matmul if self._qat_type is None else product
         stack = a.reshape(-1, rank, width)
         products = [multiply(b[part], matrix) for part, matrix in zip(parts, stack, strict=True)]
         rows = self._scale * np.concatenate(products)

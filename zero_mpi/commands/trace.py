@@ -21,6 +21,7 @@ from zero_mpi.errors import FileError, UsageError
 from zero_mpi.files.foreign import LONGEST, shown
 from zero_mpi.files.open import open_file
 from zero_mpi.files.parse import parse_json
+from zero_mpi.files.text_streams import FREE_BYTES, MOST_RATIO
 from zero_mpi.launch.world import World, run
 from zero_mpi.telemetry import spans
 from zero_mpi.train.timeline import FAMILIES, FIRST
@@ -52,7 +53,6 @@ LATEST = 1e15  # microseconds: 31 years
 LONGEST_NAME = 100
 GZIP = b"\x1f\x8b"
 MOST_LINE = 1 << 16  # maximum bytes in the line of an event
-DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: DENSEST times the file's bytes, or ALWAYS if more
 
 
 # ---------------------------------------------------------------------------------------------- the file
@@ -116,12 +116,12 @@ def lines_of(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, one for each event. The file may be compressed; memory is bounded."""
     with open_file(path, "a timeline") as raw:
         is_packed = os.pread(raw.fileno(), 2, 0) == GZIP
-        bytes_left = max(ALWAYS, DENSEST * os.fstat(raw.fileno()).st_size)
+        bytes_left = max(FREE_BYTES, MOST_RATIO * os.fstat(raw.fileno()).st_size)
         file = gzip.GzipFile(fileobj=raw) if is_packed else raw
         while line := file.readline(MOST_LINE):
             bytes_left -= len(line)
             if bytes_left < 0:
-                raise ValueError(f"it unpacks to more than {DENSEST} times its size")
+                raise ValueError(f"it unpacks to more than {MOST_RATIO} times its size")
             if not line.endswith(b"\n"):
                 raise ValueError("it has an unfinished line")
             yield line

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_mpi.checkpoint.mixes import TRAINED_FOR
+from zero_mpi.checkpoint.mixes import QAT_TYPES
 from zero_mpi.comm.kinds import CHOICES
 from zero_mpi.data.conversations.tokenized import LOSSES
 from zero_mpi.data.packing import PACKINGS
@@ -187,7 +187,7 @@ class Config:
         choices=("adamw", "muon"), fixed=True)
     qat: str | None = flag(None, str, "optimizer",
         "train for export --type NAME: round weights to its types after each step, keep float32 masters",
-        choices=tuple(TRAINED_FOR), fixed=True)
+        choices=tuple(QAT_TYPES), fixed=True)
     weight_decay: float = flag(0.1, float, "optimizer", "weight decay of matrices")
     beta1: float = flag(0.9, float, "optimizer", "decay rate of the first moment")
     beta2: float = flag(0.95, float, "optimizer", "decay rate of the second moment")

@@ -29,9 +29,9 @@ class FileSystem:
 
     kind: str
     hosts: bool = False  # whether several hosts may write one file at the same time
-    known: bool = True  # if false, `hosts` is a cautious guess; --writers-per-node overrides it
+    is_known: bool = True  # if false, `hosts` is a cautious guess; --writers-per-node overrides it
     writers: int = 1  # number of ranks of a host that write, or EVERY
-    lasting: bool = True  # whether files survive a reboot of the host
+    is_lasting: bool = True  # whether files survive a reboot of the host
 
 
 OF_A_HOST = FileSystem("", writers=EVERY)
@@ -40,11 +40,11 @@ KINDS = {
     **dict.fromkeys(
         ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay"), OF_A_HOST
     ),
-    **dict.fromkeys(("tmpfs", "ramfs"), replace(OF_A_HOST, lasting=False)),
+    **dict.fromkeys(("tmpfs", "ramfs"), replace(OF_A_HOST, is_lasting=False)),
     **dict.fromkeys(("lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "gfs2", "ocfs2"), OF_MANY),
     **dict.fromkeys(("nfs", "nfs4", "cifs", "smb3", "9p"), FileSystem("")),
 }
-UNKNOWN = FileSystem("unknown", known=False)
+UNKNOWN = FileSystem("unknown", is_known=False)
 
 
 def file_system(path: Path) -> FileSystem:

@@ -32,11 +32,11 @@ class GGUFKeys:
         self.metadata, self.place = metadata, place
 
     def fault(self, key: str, expected: str) -> FileError:
-        actual = described(self.metadata.get(key))
+        actual = description_of(self.metadata.get(key))
         prefix = f"{self.place}: " if self.place else ""
         return FileError(f"{prefix}the GGUF key {shown(key)}: expected {expected}, found {actual}")
 
-    def checked(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+    def value(self, key: str, expected: str, fits: Callable[[Any], bool]) -> Any:
         """Return the value of a key, None if it is absent; raise FileError if `fits` rejects it."""
         value = self.metadata.get(key)
         if value is not None and not fits(value):
@@ -44,18 +44,18 @@ class GGUFKeys:
         return value
 
     def text(self, key: str) -> str | None:
-        result: str | None = self.checked(key, "a text", lambda value: isinstance(value, str))
+        result: str | None = self.value(key, "a text", lambda value: isinstance(value, str))
         return result
 
     def flag(self, key: str) -> bool | None:
-        result: bool | None = self.checked(key, "true or false", lambda value: isinstance(value, bool))
+        result: bool | None = self.value(key, "true or false", lambda value: isinstance(value, bool))
         return result
 
     def integer(self, key: str, least: int = 0, most: int = MAX_INTEGER, expected: str = "") -> int | None:
         """Return the integer at a key, of any integer type, from `least` to `most`."""
         limits = f"of at least {least}" if most in (MAX_INTEGER, MOST_SIZE) else f"from {least} to {most}"
         description = expected or f"a whole number {limits}"
-        value = self.checked(key, description, lambda value: is_whole(value) and least <= value <= most)
+        value = self.value(key, description, lambda value: is_whole(value) and least <= value <= most)
         return None if value is None else int(value)
 
     def number(self, key: str, least: float = -math.inf) -> float | None:
@@ -66,7 +66,7 @@ class GGUFKeys:
             return is_number and math.isfinite(value) and bool(value >= least)
 
         limit = f" of at least {least:g}" if least > -math.inf else ""
-        value = self.checked(key, f"a finite number{limit}", fits)
+        value = self.value(key, f"a finite number{limit}", fits)
         return None if value is None else float(value)
 
     def texts(self, key: str) -> list[str] | None:
@@ -78,11 +78,11 @@ class GGUFKeys:
                 issubclass(kind, str) for kind in {*map(type, flat)}
             )
 
-        value = self.checked(key, "an array of texts", fits)
+        value = self.value(key, "an array of texts", fits)
         return None if value is None else list(value)
 
     def integers(self, key: str, count: int) -> list[int] | None:
-        value = self.checked(key, f"an array of {count} whole numbers", lambda v: is_row(v, "iu", count))
+        value = self.value(key, f"an array of {count} whole numbers", lambda v: is_row(v, "iu", count))
         return None if value is None else value.tolist()
 
     def numbers(self, key: str, count: int) -> NDArray[np.float32] | None:
@@ -91,11 +91,11 @@ class GGUFKeys:
         def fits(value: Any) -> bool:
             return is_row(value, "f", count) and value.dtype == np.float32 and bool(np.isfinite(value).all())
 
-        value = self.checked(key, f"an array of {count} finite float32 numbers", fits)
+        value = self.value(key, f"an array of {count} finite float32 numbers", fits)
         return None if value is None else np.asarray(value, np.float32)
 
     def octets(self, key: str) -> bytes | None:
-        value = self.checked(key, "an array of bytes", lambda v: is_row(v, "iu") and v.dtype.itemsize == 1)
+        value = self.value(key, "an array of bytes", lambda v: is_row(v, "iu") and v.dtype.itemsize == 1)
         return None if value is None else np.asarray(value).tobytes()
 
     # Keys that several parts of the package read.
@@ -126,7 +126,7 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def described(value: Any) -> str:
+def description_of(value: Any) -> str:
     """Return a short description of a key's value, for an error."""
     if value is None:
         return "nothing"

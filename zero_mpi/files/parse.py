@@ -39,7 +39,7 @@ def parse_json(
             raise ValueError("expected a text without a byte order mark")
         return _decoder(null_for_infinite, unique).decode(text)
 
-    return _parsed(parse, nests=lists > MOST_NESTED)
+    return _guarded_parse(parse, nests=lists > MOST_NESTED)
 
 
 @cache
@@ -58,7 +58,7 @@ def _decoder(null_for_infinite: bool, unique: bool) -> json.JSONDecoder:
             raise ValueError(f"the number {shown(text, 40)} is not finite")
 
     return json.JSONDecoder(
-        parse_float=number, parse_constant=constant, object_pairs_hook=_unique if unique else None
+        parse_float=number, parse_constant=constant, object_pairs_hook=_unique_names if unique else None
     )
 
 
@@ -86,7 +86,7 @@ def _signs(raw: bytes | str) -> tuple[int, int]:
     return lists, 1 + commas + lists
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) < len(pairs):
         duplicate = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -103,11 +103,11 @@ def parse_toml(raw: bytes) -> dict[str, Any]:
             raise ValueError("a key of more than 32 parts")
         return tomllib.loads(text)
 
-    result: dict[str, Any] = _parsed(parse)
+    result: dict[str, Any] = _guarded_parse(parse)
     return result
 
 
-def _parsed(parse: Callable[[], Any], nests: bool = True) -> Any:
+def _guarded_parse(parse: Callable[[], Any], nests: bool = True) -> Any:
     try:
         value = parse()
         if nests and _is_nested(value, MOST_NESTED):

@@ -24,6 +24,7 @@ BLOCK = 1 << 20
 UNREADABLE = OSError, EOFError, zlib.error, ValueError
 MOST = 16 << 20  # limit in bytes of a line
 MOST_UNPACKED = 1 << 30  # limit in bytes of an unpacked text that is held in memory as one document
+MOST_RATIO, FREE_BYTES = 50, 8 << 20  # limit in unpacked bytes: MOST_RATIO times the file, or FREE_BYTES
 
 
 def _zstd(file: FileIO) -> Any:
@@ -103,7 +104,7 @@ class TextStream:
         self.at += len(part)
         return part
 
-    def each_line(self) -> Iterator[bytes]:
+    def all_lines(self) -> Iterator[bytes]:
         """Yield all lines, as `line` returns them; then close the file."""
         with self:
             while raw := self.line():
@@ -169,7 +170,7 @@ def each_line(
     A ValueError, such as one of `read`, becomes a FileError that names `flag`, file and line.
     lines: lines to read instead of the file's; bad: called for an invalid line, instead of a FileError
     """
-    for number, raw in enumerate(_flagged(path, flag, lines), 1):
+    for number, raw in enumerate(_lines_of(path, flag, lines), 1):
         text = raw.removeprefix(BOM) if number == 1 else raw
         if not text.strip():
             continue
@@ -185,9 +186,9 @@ def each_line(
             yield entry
 
 
-def _flagged(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[bytes]:
+def _lines_of(path: Path, flag: str, lines: Iterable[bytes] | None) -> Iterator[bytes]:
     with prefixed(flag):
-        yield from TextStream(path).each_line() if lines is None else lines
+        yield from TextStream(path).all_lines() if lines is None else lines
 
 
 def _value(text: bytes) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from zero_mpi.arguments import came, same_names, some, whole
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
-from zero_mpi.files.gguf_keys import MOST_SIZE, TOKENS, GGUFKeys, described
+from zero_mpi.files.gguf_keys import MOST_SIZE, TOKENS, GGUFKeys, description_of
 from zero_mpi.models.lora import LoRA
 from zero_mpi.nn import Chain, Layer, Linear, Param, Recompute, Stage, stage_params
 from zero_mpi.ops.block_kinds import BlockKind
@@ -233,7 +233,7 @@ class ModelKeys:
         for name in names:
             value = self.keys.metadata.get(f"{self.arch}.{name}")
             if value is True or isinstance(value, np.ndarray | list) or value not in NEUTRAL:
-                text = described(value)
+                text = description_of(value)
                 raise UsageError(f"the GGUF key {self.arch}.{name} = {text} is not supported")
 
 

@@ -45,7 +45,7 @@ class Saving(Observer):
             background=config.async_save,
             tick=self._tick,
         )
-        log.debug("checkpoints: %s", self.saver.writers.about)
+        log.debug("checkpoints: %s", self.saver.writers.description)
         self._every, self._session, self._watchdog, self._events = config.save_every, session, watchdog, sink
         self._records = records
         self._runs_wait = False
@@ -99,7 +99,7 @@ class Saving(Observer):
 
     def announce(self) -> None:
         """Announce checkpoints that have become complete."""
-        for save in self.saver.finished():
+        for save in self.saver.new_checkpoints():
             self._records.saved(save.step, save.id, save.digest)
             log.info("saved %s in %.1f s, state %s", save.folder, save.seconds, save.digest[:16])
             self._events.note(

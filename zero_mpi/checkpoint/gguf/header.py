@@ -23,7 +23,7 @@ from zero_mpi.checkpoint.gguf.index import (
     MAX_NAME_BYTES,
     NUMBERS,
     GGUFError,
-    is_alignment,
+    alignment_fault,
     padded,
 )
 from zero_mpi.checkpoint.tensor_file import TensorSpec
@@ -35,12 +35,12 @@ _TYPE_OF = {dtype: kind for kind, dtype in NUMBERS.items()}
 _TEXT = int(GGUFValueType.STRING).to_bytes(4, "little")
 _OF_SCALARS = {dtype.type: kind.to_bytes(4, "little") for kind, dtype in NUMBERS.items()}
 
-Announced = tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], GGMLQuantizationType]
+TableRow = tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], GGMLQuantizationType]
 """Name, shape in NumPy order, and type (default F32) of a tensor that is to be written."""
 
 
 def pack_file(
-    architecture: str, metadata: Mapping[str, Any], tensors: Sequence[Announced]
+    architecture: str, metadata: Mapping[str, Any], tensors: Sequence[TableRow]
 ) -> tuple[bytes, dict[str, int], int]:
     """Return (header, offsets, total) of a GGUF file with these keys and tensors.
 
@@ -75,13 +75,12 @@ def pack_file(
 def alignment_of(metadata: Mapping[str, Any]) -> int:
     """Return the alignment that the keys set, or the default. Raise GGUFError if it is invalid."""
     value = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
-    if not is_alignment(value):
-        actual = f"{type(value).__name__} {show(str(value))}"
-        raise GGUFError(f"key {ALIGNMENT_KEY}: expected UINT32, a power of two in 8..2^20, found {actual}")
+    if problem := alignment_fault(value):
+        raise GGUFError(f"key {ALIGNMENT_KEY}: {problem}")
     return int(value)
 
 
-def checked_table(tensors: Sequence[Announced]) -> dict[str, TensorSpec]:
+def checked_table(tensors: Sequence[TableRow]) -> dict[str, TensorSpec]:
     """Return the tensors by name. Raise GGUFError for a tensor that a loader would refuse."""
     table: dict[str, TensorSpec] = {}
     for name, shape, *kind in tensors:
@@ -131,11 +130,11 @@ def _pack_value(value: Any) -> tuple[int, bytes]:
             raise GGUFError(f"expected a 1-D array, found shape {value.shape}: flatten it")
         head = _unsigned(_type_of(value), 4) + _unsigned(value.size, 8)
         return GGUFValueType.ARRAY, head + _little_endian(value)
-    number = np.asarray(value if isinstance(value, np.generic) else _widened(value))
+    number = np.asarray(value if isinstance(value, np.generic) else _numpy_scalar(value))
     return _type_of(number), _little_endian(number)
 
 
-def _widened(value: Any) -> np.generic:
+def _numpy_scalar(value: Any) -> np.generic:
     """Return the NumPy scalar that stores a Python number."""
     if isinstance(value, int):
         if not 0 <= value < 1 << 32:

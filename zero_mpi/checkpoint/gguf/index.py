@@ -86,19 +86,19 @@ class Index:
     def unsigned(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")
 
-    def named(self, kind: str, most: int) -> str:
+    def next_name(self, kind: str, most: int) -> str:
         """Read the name of the next key or tensor. It has at most `most` bytes."""
         self.kind, self.name = kind, ""
         length = self.unsigned(8)
         if not 1 <= length <= most:
             raise self.fault(f"expected a name of 1 to {most} bytes, found {length}", self.at - 8)
-        self.name = self.decoded(self.take(length))
+        self.name = self.decode_text(self.take(length))
         return self.name
 
     def string(self) -> str:
-        return self.decoded(self.take(self.unsigned(8)))
+        return self.decode_text(self.take(self.unsigned(8)))
 
-    def decoded(self, raw: bytes) -> str:
+    def decode_text(self, raw: bytes) -> str:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
@@ -155,7 +155,7 @@ class Index:
 
     def tensor(self, expected: int) -> TensorInfo:
         """Read a row of the tensor table. Its offset from the start of the data must be `expected`."""
-        name, shape, kind = self.named("tensor", MAX_NAME_BYTES), self.shape(), self.unsigned(4)
+        name, shape, kind = self.next_name("tensor", MAX_NAME_BYTES), self.shape(), self.unsigned(4)
         if kind not in GGML_QUANT_SIZES:
             raise self.fault(f"expected a known tensor type, found {kind}", self.at - 4)
         block, _ = GGML_QUANT_SIZES[kind]
@@ -190,13 +190,12 @@ def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
     n_tensors, n_keys = _read_header(index)
     metadata: Metadata = {}
     for _ in range(n_keys):
-        key = index.named("key", MAX_KEY_BYTES)
+        key = index.next_name("key", MAX_KEY_BYTES)
         if key in metadata:
             raise index.fault("expected once, found twice")
         metadata[key] = index.value()
-        if key == ALIGNMENT_KEY and not is_alignment(metadata[key]):
-            actual = f"{type(metadata[key]).__name__} {show(str(metadata[key]))}"
-            raise index.fault(f"expected UINT32, a power of two in 8..2^20, found {actual}")
+        if key == ALIGNMENT_KEY and (problem := alignment_fault(metadata[key])):
+            raise index.fault(problem)
     alignment, offset = int(metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)), 0
     tensors: dict[str, TensorInfo] = {}
     for _ in range(n_tensors):
@@ -205,7 +204,7 @@ def read_index(index: Index) -> tuple[Metadata, dict[str, TensorInfo]]:
             raise index.fault("expected once, found twice")
         tensors[info.name] = info
         offset += padded(info.nbytes, alignment)
-    return metadata, _placed(index, tensors, alignment, CHECKPOINT_ID in metadata)
+    return metadata, _with_positions(index, tensors, alignment, CHECKPOINT_ID in metadata)
 
 
 def _read_header(index: Index) -> tuple[int, int]:
@@ -225,7 +224,7 @@ def _read_header(index: Index) -> tuple[int, int]:
     return n_tensors, n_keys
 
 
-def _placed(
+def _with_positions(
     index: Index, tensors: dict[str, TensorInfo], alignment: int, strict: bool
 ) -> dict[str, TensorInfo]:
     """Return the table of tensors, with their positions in the file.
@@ -249,7 +248,9 @@ def padded(count: int, alignment: int) -> int:
     return -(-count // alignment) * alignment
 
 
-def is_alignment(value: Any) -> bool:
-    """Return whether `value` is an int or UINT32 and a power of two from 8 (the minimum of GGUF) to 2^20."""
+def alignment_fault(value: Any) -> str:
+    """Return what is wrong with an alignment; "" for an int or UINT32 that is a power of two in 8..2^20."""
     number = int(value) if isinstance(value, int | np.uint32) else 0
-    return 8 <= number <= 1 << 20 and number & (number - 1) == 0
+    if 8 <= number <= 1 << 20 and number & (number - 1) == 0:
+        return ""
+    return f"expected UINT32, a power of two in 8..2^20, found {type(value).__name__} {show(str(value))}"

@@ -11,23 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from zero_mpi.checkpoint.huggingface import rope
 from zero_mpi.checkpoint.huggingface.families import (
     FAMILIES,
     GGUF_NAMES,
     ROTARY_CLASSES,
     RotaryClass,
     Settings,
-)
-from zero_mpi.checkpoint.huggingface.rope import (
-    FULL,
-    ROPE_SCALING,
-    SLIDING,
-    head_width,
-    llama3_settings,
-    longrope_keys,
-    rope_of,
-    scaling_keys,
-    turned_width,
 )
 from zero_mpi.checkpoint.tensor_file import Metadata
 
@@ -59,7 +49,6 @@ ONLY_GPT2 = ONLY | {
     "add_cross_attention": (None, False),
 }
 
-
 # Settings for dropout in Hugging Face's classes -> default rate.
 DROPOUTS = {"gpt2": {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}}
 DROPOUTS_ROTARY = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop"), 0.0)
@@ -84,10 +73,10 @@ def keys_of(arch: str, settings: Settings) -> Metadata:
         keys["attention.layer_norm_epsilon"] = np.float32(settings.number("layer_norm_epsilon", 1e-5))
     else:
         keys = rotary_keys(arch, settings)
-    scaling = llama3_settings(arch, settings)
-    rope = {} if scaling is None else {ROPE_SCALING: json.dumps(scaling)}
+    scaling = None if arch == "gpt2" else rope.llama3_settings(arch, settings)
+    own = {} if scaling is None else {rope.ROPE_SCALING: json.dumps(scaling)}
     gguf = GGUF_NAMES.get(arch, arch)
-    return {"general.architecture": gguf} | {f"{gguf}.{name}": value for name, value in keys.items()} | rope
+    return {"general.architecture": gguf} | {f"{gguf}.{name}": value for name, value in keys.items()} | own
 
 
 def rotary_keys(arch: str, settings: Settings) -> Metadata:
@@ -101,7 +90,7 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
         raise settings.fault("no_rope_layers", "1, 1, 1, 0, repeated")
     keys: Metadata = {key: np.uint32(settings.size(name)) for key, name in SIZES.items()}
     heads = settings.size("num_attention_heads")
-    width = np.uint32(head_width(arch, settings))
+    width = rope.head_width(arch, settings)
     if not kind.kv_heads and "num_key_value_heads" not in settings.values:
         raise settings.fault("num_key_value_heads", f"a number ({arch} has no default for it)")
     numbers = kind.numbers.items()
@@ -110,15 +99,16 @@ def rotary_keys(arch: str, settings: Settings) -> Metadata:
         setting = name if name in settings.values else SPELLINGS.get(name, name)
         if settings.values.get(setting) or key not in OPTIONAL:
             keys[key] = np.uint32(settings.size(setting))
+    context, rotary = settings.size("max_position_embeddings"), rope.rope_of(settings)
     return keys | {
         "attention.head_count_kv": np.uint32(settings.size("num_key_value_heads", heads)),
         "attention.layer_norm_rms_epsilon": np.float32(settings.number("rms_norm_eps", kind.epsilon)),
-        "attention.key_length": width,
-        "attention.value_length": width,
-        "rope.dimension_count": np.uint32(turned_width(arch, settings)),
-        "rope.freq_base": np.float32(rope_of(settings).number("rope_theta", kind.theta)),
-        **scaling_keys(settings),
-        **(longrope_keys(settings) if kind.longrope else {}),
+        "attention.key_length": np.uint32(width),
+        "attention.value_length": np.uint32(width),
+        "rope.dimension_count": np.uint32(rope.turned_width(width, rotary)),
+        "rope.freq_base": np.float32(rotary.number("rope_theta", kind.theta)),
+        **rope.scaling_keys(rotary, context),
+        **(rope.longrope_keys(rotary, context) if kind.longrope else {}),
         **window_keys(kind, settings),
     }
 
@@ -153,9 +143,10 @@ def window_keys(kind: RotaryClass, settings: Settings) -> Metadata:
     if all_full(types, layers) or settings.values.get("sliding_window", 4096) is None:
         return {"attention.sliding_window": np.uint32(0)}
     count = len(types) if isinstance(types, list) else 0
-    default = [SLIDING if number % kind.period else FULL for number in range(1, count + 1)]
+    default = [rope.SLIDING if number % kind.period else rope.FULL for number in range(1, count + 1)]
     if types is not None and (count != layers or types != default):
-        raise settings.fault("layer_types", f"{FULL} in every {kind.period}th layer, {SLIDING} in all others")
+        expected = f"{rope.FULL} in every {kind.period}th layer, {rope.SLIDING} in all others"
+        raise settings.fault("layer_types", expected)
     return {"attention.sliding_window": np.uint32(settings.size("sliding_window", 4096))}
 
 

@@ -166,7 +166,8 @@ ALL_BIASES: Biases = {
     "attention_bias": QKV | {"attn_output"},
     "mlp_bias": frozenset({"ffn_gate", "ffn_up", "ffn_down"}),
 }
-NO_BIASES = {"attention_bias": (None, False), "mlp_bias": (None, False)}
+NO_ATTENTION_BIAS = {"attention_bias": (None, False)}
+NO_BIASES = NO_ATTENTION_BIAS | {"mlp_bias": (None, False)}
 NO_WINDOW = {"use_sliding_window": False}
 
 
@@ -200,7 +201,6 @@ class RotaryClass:
 
 
 EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-NO_ATTENTION_BIAS = {"attention_bias": (None, False)}
 MULTIPLIERS = {
     "embedding_scale": ("embedding_multiplier", 1.0),
     "residual_scale": ("residual_multiplier", 1.0),
@@ -211,12 +211,7 @@ ROTARY_CLASSES = {  # rotary models by architecture
     "llama": RotaryClass(_LLAMA, "LlamaForCausalLM", biases=ALL_BIASES, llama3=True),
     "qwen2": RotaryClass(_ROTARY, "Qwen2ForCausalLM", kv_heads=False, biased=QKV, written=NO_WINDOW),
     "qwen3": RotaryClass(
-        _ROTARY,
-        "Qwen3ForCausalLM",
-        head_dim=128,
-        kv_heads=False,
-        only={"attention_bias": (None, False)},
-        written=NO_WINDOW,
+        _ROTARY, "Qwen3ForCausalLM", head_dim=128, kv_heads=False, only=NO_ATTENTION_BIAS, written=NO_WINDOW
     ),
     "smollm3": RotaryClass(
         _LLAMA,
@@ -227,7 +222,7 @@ ROTARY_CLASSES = {  # rotary models by architecture
         only=NO_BIASES | {"no_rope_layer_interval": (None, 4)},
         written=NO_WINDOW | {"no_rope_layer_interval": 4},
     ),
-    "olmo2": RotaryClass(_OLMO2, "Olmo2ForCausalLM", epsilon=1e-5, only={"attention_bias": (None, False)}),
+    "olmo2": RotaryClass(_OLMO2, "Olmo2ForCausalLM", epsilon=1e-5, only=NO_ATTENTION_BIAS),
     "phi3": RotaryClass(_PHI3, "Phi3ForCausalLM", epsilon=1e-5, longrope=True),
     "gemma3": RotaryClass(
         _GEMMA3,

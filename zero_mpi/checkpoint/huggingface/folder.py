@@ -17,16 +17,9 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
+from zero_mpi.checkpoint.huggingface import names as hf_names
 from zero_mpi.checkpoint.huggingface.config import DROPOUTS, DROPOUTS_ROTARY, architecture, biases_of, keys_of
 from zero_mpi.checkpoint.huggingface.families import FAMILIES, GGUF_NAMES, ROTARY_CLASSES, Order, Settings
-from zero_mpi.checkpoint.huggingface.names import (
-    interleaved,
-    order_of,
-    parts_of,
-    place_of,
-    to_gguf,
-    transposed,
-)
 from zero_mpi.checkpoint.huggingface.rope import head_width, of_one_kind, rope_factors
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, SafetensorsModel, json_object
 from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, Metadata, TensorSpec, WeightSource
@@ -114,9 +107,9 @@ def fill(weights: SafetensorsModel, spec: HuggingFaceTensor, start: int, out: Fl
     """Fill `out` with the elements of a tensor in GGUF's order, from element `start` on."""
     read, width = partial(weights.read, spec.source), spec.size // spec.shape[0]
     if spec.order == Order.HALVES:
-        interleaved(read, spec.head, width, start, out)
+        hf_names.fill_interleaved(read, spec.head, width, start, out)
     elif spec.order == Order.TRANSPOSED:
-        transposed(read, spec.shape[0], width, start, out)
+        hf_names.fill_transposed(read, spec.shape[0], width, start, out)
     else:
         parts = spec.parts or ((spec.source, 0),)
         size = spec.size // len(parts)
@@ -147,21 +140,21 @@ def _tensors(arch: str, weights: SafetensorsModel, width: int, metadata: Metadat
     tensors: dict[str, TensorSpec] = {}
     stacks: dict[str, dict[int, HuggingFaceTensor]] = {}
     for source, entry in weights.tensors.items():
-        parts = list(parts_of(arch, source, entry.shape))
+        parts = list(hf_names.parts_of(arch, source, entry.shape))
         for name, expert, first, shape in parts:
             part = HuggingFaceTensor(name, shape, weights.spec(source).type, source, parts=((source, first),))
             if stacks.setdefault(name, {}).setdefault(expert, part) is not part:
                 raise FileError(TWICE.format(show(source)))
-        plain = None if parts else to_gguf(arch, source)
+        plain = None if parts else hf_names.to_gguf(arch, source)
         if plain is not None and plain in tensors:
             raise FileError(TWICE.format(show(source)))
         if plain is not None:
             tensors[plain] = _tensor(arch, plain, weights.spec(source), width, metadata)
-    tensors |= {name: stacked(experts) for name, experts in stacks.items()}
-    return dict(sorted(tensors.items(), key=lambda item: place_of(arch, item[0])))
+    tensors |= {name: stack_of(experts) for name, experts in stacks.items()}
+    return dict(sorted(tensors.items(), key=lambda item: hf_names.place_of(arch, item[0])))
 
 
-def stacked(experts: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
+def stack_of(experts: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
     """Return the matrices of all experts as one stacked tensor; a shared expert's matrix is not stacked."""
     count, first = len(experts), next(iter(experts.values()))
     if {*experts} != {*range(count)} or any(part.shape != first.shape for part in experts.values()):
@@ -172,7 +165,7 @@ def stacked(experts: Mapping[int, HuggingFaceTensor]) -> HuggingFaceTensor:
 
 def _tensor(arch: str, name: str, spec: TensorSpec, width: int, metadata: Metadata) -> HuggingFaceTensor:
     """Return one tensor. Raise FileError if its shape does not fit the order in which it is read."""
-    order, shape = order_of(arch, name), spec.shape
+    order, shape = hf_names.order_of(arch, name), spec.shape
     if not shape or 0 in shape:
         raise FileError(f"tensor {show(spec.name)}: expected at least one element, found shape {shape}")
     if order == Order.TRANSPOSED:
@@ -215,9 +208,9 @@ PEFT_CONFIG, PEFT_MODEL = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 ENDS = {FIRST: ".lora_A.weight", SECOND: ".lora_B.weight"}
 TYPE, KIND, ALPHA = "general.type", "adapter.type", "adapter.lora.alpha"
-READ = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
+READ_SETTINGS = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
 # Settings for layers, training or the base model. We ignore them: the tensors show all that we need.
-PASSED_OVER = {
+UNUSED_SETTINGS = {
     "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
     "qalora_group_size", "revision", "target_modules", "task_type",
@@ -266,7 +259,7 @@ def alpha_of(settings: Settings) -> float:
             "init_lora_weights", "an initialization that keeps the base weights (convert the adapter in PEFT)"
         )
     for name, value in settings.values.items():
-        if name not in READ | PASSED_OVER and value not in NOTHING:
+        if name not in READ_SETTINGS | UNUSED_SETTINGS and value not in NOTHING:
             raise FileError(f"{name}: {quoted(value)} is not supported")
     rank, alpha = settings.size("r"), settings.number("lora_alpha")
     return alpha * math.sqrt(rank) if settings.flag("use_rslora", False) else alpha
@@ -279,7 +272,7 @@ def _factor(
     spec = weights.spec(source)
     end, suffix = next(((e, s) for e, s in ENDS.items() if source.endswith(s)), ("", ""))
     stem = source.removeprefix(PREFIX).removesuffix(suffix)
-    target = to_gguf(arch, f"{stem}.weight") if end and source.startswith(PREFIX) else None
+    target = hf_names.to_gguf(arch, f"{stem}.weight") if end and source.startswith(PREFIX) else None
     if target is None or len(spec.shape) != 2 or 0 in spec.shape:
         actual = f"tensor {show(source)} of shape {spec.shape}"
         raise FileError(f"expected {PREFIX}LAYER{ENDS[FIRST]} and {ENDS[SECOND]}, found {actual}")
@@ -289,7 +282,7 @@ def _factor(
 
 def order_and_head(factor: TensorSpec, target: str, end: str, keys: GGUFKeys) -> tuple[Order, int]:
     """Return the order of a factor's rows in the folder, and rows per head. Factors are never transposed."""
-    if end == SECOND and order_of(keys.architecture or "", target) == Order.HALVES:
+    if end == SECOND and hf_names.order_of(keys.architecture or "", target) == Order.HALVES:
         return Order.HALVES, head_of(factor, target, keys)
     return Order.SAME, 0
 

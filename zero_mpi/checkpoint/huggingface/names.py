@@ -35,7 +35,7 @@ def rows_of(start: int, stop: int, width: int) -> Iterator[tuple[int, int, int, 
         start += rows * width or min(width - column, stop - start)
 
 
-def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> None:
+def fill_interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> None:
     """Fill `out` with the elements of a tensor in GGUF's rotary order, from element `start` on.
 
     `read` returns elements in the order of halves; a head has `head` rows with `width` elements.
@@ -45,10 +45,10 @@ def interleaved(read: Read, head: int, width: int, start: int, out: Floats) -> N
         block = out[at : at + (b - a) * (d - c)].reshape(b - a, d - c)
         for first in range(a - a % head, b, head):
             for half in (0, 1):  # the folder has GGUF's even rows of a head first, then the odd rows
-                row, end = max(a, first), min(b, first + head)
-                row += (row + half) % 2
-                source = row - row % head + row % 2 * (head // 2) + row % head // 2
-                _read_rows(read, source * width + c, block[row - a : end - a : 2], width)
+                rows = [row for row in range(first + half, first + head, 2) if a <= row < b]
+                if rows:
+                    source = first + half * (head // 2) + (rows[0] - first) // 2
+                    _read_rows(read, source * width + c, block[rows[0] - a : rows[-1] - a + 1 : 2], width)
         at += block.size
 
 
@@ -60,7 +60,7 @@ def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:
         part[:] = read(start + at * width, start + at * width + part.size).reshape(part.shape)
 
 
-def transposed(read: Read, height: int, width: int, start: int, out: Floats) -> None:
+def fill_transposed(read: Read, height: int, width: int, start: int, out: Floats) -> None:
     """Fill `out` with elements, from `start` on, of the transpose of a matrix stored as (width, height).
 
     The stored matrix is read in narrow bands of full rows, which are contiguous.

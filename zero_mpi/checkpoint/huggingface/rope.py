@@ -23,9 +23,9 @@ from zero_mpi.ops.elementary import log, power
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types in config.json
 MAX_HEAD = 1 << 14  # maximum width of a head; limits rotary tables, which are made before tensors are read
 ROPE_SCALING = "zero_mpi.rope_scaling"  # key for Llama 3's settings, as JSON: the divisors do not show them
-FORMER = "original_max_position_embeddings"  # context length without frequency scaling
-FORMER_PHI3 = 4096  # Phi 3's default for this setting
-LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", FORMER)
+CONTEXT = "original_max_position_embeddings"  # context length without frequency scaling
+CONTEXT_PHI3 = 4096  # Phi 3's default for this setting
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", CONTEXT)
 SCALINGS = ("linear", "yarn")  # kinds of scaling that GGUF has keys for
 LONGROPE, PARTIAL = "longrope", "partial_rotary_factor"
 OLDER_LONGROPE = ("su", "yarn")  # former names of longrope in Phi 3's config.json
@@ -43,7 +43,7 @@ ONLY_YARN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def kept_scaling(metadata: Metadata) -> dict[str, Any] | None:
+def stored_scaling(metadata: Metadata) -> dict[str, Any] | None:
     """Return the settings that `config.keys_of` stored in a key; None if they are missing or invalid."""
     try:
         values = parse_json(GGUFKeys(metadata).text(ROPE_SCALING) or "null")
@@ -63,10 +63,10 @@ def head_width(arch: str, settings: Settings) -> int:
     return width
 
 
-def turned_width(arch: str, settings: Settings) -> int:
+def turned_width(head: int, rope: Settings) -> int:
     """Return how many elements at the start of a head are rotated. Raise FileError for an odd number."""
-    width = int(head_width(arch, settings) * rope_of(settings).number(PARTIAL, 1.0))
-    if not 0 < width <= head_width(arch, settings) or width % 2:
+    width = int(head * rope.number(PARTIAL, 1.0))
+    if not 0 < width <= head or width % 2:
         raise FileError(f"{PARTIAL}: expected an even part of the width of a head, found {width} elements")
     return width
 
@@ -87,7 +87,7 @@ def of_one_kind(arch: str, settings: Settings) -> Settings:
         raise settings.fault("rope_parameters", "an object for each kind of layer")
     Settings(local).only({"rope_theta": (None, 10000.0), "rope_type": (None, "default")})
     rope = full | object_of(settings, "rope_scaling")
-    return Settings({**settings.values, "rope_parameters": rope, "rope_scaling": None, FORMER: None})
+    return Settings({**settings.values, "rope_parameters": rope, "rope_scaling": None, CONTEXT: None})
 
 
 def object_of(settings: Settings, name: str) -> dict[str, Any]:
@@ -102,34 +102,31 @@ def rope_of(settings: Settings) -> Settings:
     """Return base and scaling of the rotary frequencies, read in the newer or the older format.
 
     As in transformers, the older format takes precedence, and a top-level original context does too.
+    `rope_type` is the kind of scaling; "default" stands for no scaling.
     """
+    is_phi3 = settings.values.get("model_type") == "phi3"
     older, newer = (object_of(settings, name) for name in ("rope_scaling", "rope_parameters"))
     parameters = {name: settings.values.get(name) for name in ("rope_theta", PARTIAL)} | (older or newer)
-    former, nested = settings.values.get(FORMER), parameters.get(FORMER)
-    if former is None and settings.values.get("model_type") == "phi3":
-        former = FORMER_PHI3
+    former, nested = settings.values.get(CONTEXT), parameters.get(CONTEXT)
+    if former is None and is_phi3:
+        former = CONTEXT_PHI3
         if nested not in (None, former):
-            raise settings.fault(FORMER, f"{nested} also next to rope_scaling, where transformers reads it")
-    rope = Settings(parameters if former is None else parameters | {FORMER: former})
-    if settings.values.get("model_type") != "phi3":
-        rope.only({PARTIAL: (None, 1.0)})
+            raise settings.fault(CONTEXT, f"{nested} also next to rope_scaling, where transformers reads it")
+    if former is not None:
+        parameters[CONTEXT] = former
+    if not is_phi3:
+        Settings(parameters).only({PARTIAL: (None, 1.0)})
     if any(isinstance(value, dict) for value in parameters.values()):
         raise settings.fault("rope_parameters", "one setting for all layers")
-    return rope
+    kind = parameters.get("rope_type", parameters.get("type"))
+    if kind in OLDER_LONGROPE and is_phi3:
+        kind = LONGROPE
+    return Settings(parameters | {"rope_type": "default" if kind in (None, "none") else kind})
 
 
-def rope_type(settings: Settings) -> Any:
-    """Return the kind of frequency scaling; "default" stands for no scaling."""
-    values = rope_of(settings).values
-    kind = values.get("rope_type", values.get("type"))
-    if kind in OLDER_LONGROPE and settings.values.get("model_type") == "phi3":
-        return LONGROPE
-    return "default" if kind in (None, "none") else kind
-
-
-def scaling_keys(settings: Settings) -> Metadata:
+def scaling_keys(rope: Settings, context: int) -> Metadata:
     """Return the keys of linear scaling or YaRN, without prefix; {} for other kinds of scaling."""
-    rope, kind = rope_of(settings), rope_type(settings)
+    kind = rope.values["rope_type"]
     if kind not in SCALINGS:
         return {}
     factor = rope.number("factor")
@@ -140,27 +137,23 @@ def scaling_keys(settings: Settings) -> Metadata:
     default = 1.0 + 0.1 * log(max(factor, 1.0))
     if not math.isclose(rope.number("attention_factor", default), default, rel_tol=1e-6):
         raise rope.fault("attention_factor", f"{default:.6g}, the value that follows from the factor")
-    keys["rope.scaling.original_context_length"] = np.uint32(
-        rope.size(FORMER, settings.size("max_position_embeddings"))
-    )
-    return keys
+    return keys | {"rope.scaling.original_context_length": np.uint32(rope.size(CONTEXT, context))}
 
 
-def longrope_keys(settings: Settings) -> Metadata:
+def longrope_keys(rope: Settings, context: int) -> Metadata:
     """Return the keys of Phi 3's scaling, without prefix: original context, and a factor for q and k."""
-    if rope_type(settings) != LONGROPE:
+    if rope.values["rope_type"] != LONGROPE:
         return {}
-    rope, context = rope_of(settings), settings.size("max_position_embeddings")
-    former = rope.size(FORMER)
+    former = rope.size(CONTEXT)
     factor = rope.number("factor", context / former)
     default = 1.0 if factor <= 1 else math.sqrt(1 + log(factor) / log(max(former, 2)))
     keys: Metadata = {"rope.scaling.attn_factor": np.float32(rope.number("attention_factor", default))}
     return keys if former == context else keys | {"rope.scaling.original_context_length": np.uint32(former)}
 
 
-def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np.float32]]:
+def longrope_factors(rope: Settings, count: int) -> dict[str, npt.NDArray[np.float32]]:
     """Return Phi 3's two tensors of divisors by their names. Each has shape (count,)."""
-    factors, rope = {}, rope_of(settings)
+    factors = {}
     for tensor, name in LONG_FACTORS.items():
         values = rope.values.get(name)
         if not isinstance(values, list) or len(values) != count:
@@ -171,16 +164,15 @@ def longrope_factors(settings: Settings, count: int) -> dict[str, npt.NDArray[np
 
 def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
     """Return the four numbers of Llama 3's scaling, as in the file; None for another supported scaling."""
-    if arch == "gpt2":
-        return None
-    rope, kind, family = rope_of(settings), rope_type(settings), ROTARY_CLASSES[arch]
+    rope, family = rope_of(settings), ROTARY_CLASSES[arch]
+    kind = rope.values["rope_type"]
     kinds = ("default", LONGROPE) if family.longrope else ("default", *SCALINGS)
     if kind in kinds:
         return None
     if kind != "llama3" or not family.llama3:
         expected = ", ".join((*kinds, "llama3") if family.llama3 else kinds)
         raise FileError(f"rope_type: expected {expected} (only), found {quoted(kind)}")
-    values = Settings({FORMER: settings.values.get("max_position_embeddings")} | dict(rope.values))
+    values = Settings({CONTEXT: settings.values.get("max_position_embeddings")} | dict(rope.values))
     for name in LLAMA3:
         values.number(name)
     return {name: values.values[name] for name in LLAMA3}
@@ -188,13 +180,15 @@ def llama3_settings(arch: str, settings: Settings) -> dict[str, Any] | None:
 
 def rope_factors(arch: str, settings: Settings) -> dict[str, npt.NDArray[np.float32]]:
     """Return tensor name -> divisors of frequencies (D / 2,); {} if keys describe any scaling."""
-    numbers = llama3_settings(arch, settings)
-    if arch != "gpt2" and rope_type(settings) == LONGROPE:
-        return longrope_factors(settings, turned_width(arch, settings) // 2)
+    if arch == "gpt2":
+        return {}
+    numbers, rope, width = llama3_settings(arch, settings), rope_of(settings), head_width(arch, settings)
+    if rope.values["rope_type"] == LONGROPE:
+        return longrope_factors(rope, turned_width(width, rope) // 2)
     if numbers is None:
         return {}
-    base = rope_of(settings).number("rope_theta", ROTARY_CLASSES[arch].theta)
-    return {ROPE_FREQS: llama3_factors(base, head_width(arch, settings), **numbers)}
+    base = rope.number("rope_theta", ROTARY_CLASSES[arch].theta)
+    return {ROPE_FREQS: llama3_factors(base, width, **numbers)}
 
 
 def llama3_factors(

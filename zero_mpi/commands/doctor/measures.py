@@ -128,9 +128,9 @@ def folder_rows(out: Path, trial: Trial, blind: list[str]) -> Iterator[Row]:
     models, free = trial.free / BYTES_A_PARAMETER / 1e6, size(trial.free)
     value = f"{out} on {trial.system.kind}, {free} free: enough to save {models:,.0f} million parameters"
     remedy = "free some space: a checkpoint takes 12 bytes per parameter, and a run keeps 3 (--keep)"
-    if not trial.system.lasting:
+    if not trial.system.is_lasting:
         remedy = "this folder is in the host's memory and is lost at a restart: use one on disk, --out DIR"
-    yield assessed("run folder", value, trial.free >= LITTLE and trial.system.lasting, remedy)
+    yield assessed("run folder", value, trial.free >= LITTLE and trial.system.is_lasting, remedy)
     rate = trial.written / max(trial.synced, 1e-9)
     value = f"{size(trial.written)} written to disk in {seconds(trial.synced)}, {size(rate)}/s"
     remedy = "train with --async-save, save less often, or use a faster file system"

@@ -19,25 +19,15 @@ from typing import Any
 import numpy as np
 
 from zero_mpi import environment
-from zero_mpi.checkpoint import mixes
-from zero_mpi.checkpoint.folders import OPTIMIZER, replace_folder, sync_folder
+from zero_mpi.checkpoint import mixes, weights
+from zero_mpi.checkpoint.folders import OPTIMIZER, moved_aside, put, sync_folder
 from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL, HuggingFaceFolder
 from zero_mpi.checkpoint.importance import read_importance
-from zero_mpi.checkpoint.weights import (
-    TOKENS_ADDED,
-    MergedWeights,
-    WeightSource,
-    adapter_source,
-    is_adapter_file,
-    keys_of,
-    open_merged,
-    open_weights,
-)
 from zero_mpi.cli.parser import Parser
 from zero_mpi.commands.export import huggingface
-from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, planned
+from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, plan_files
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.data.tokenizers.huggingface_rules import rules_in_words
 from zero_mpi.errors import UsageError, naming, writing
@@ -49,7 +39,7 @@ from zero_mpi.models import config_from_gguf
 from zero_mpi.ops import ggml
 
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-OUTDATED = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest", mixes.QAT)
+OUTDATED_KEYS = ("training.checkpoint_id", "training.tensor_digests", "training.state_digest", mixes.QAT)
 SHARD_SIZE = "5GB"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -95,7 +85,7 @@ class Export:
     """
 
     target: Path
-    wanted: str
+    file_type: str
     kinds: huggingface.Kinds = field(default_factory=dict)
     files: list[PlannedFile] = field(default_factory=list)
     encoder: Encoder | None = None
@@ -134,14 +124,11 @@ class Export:
             for path, result in reversed([*zip(self.paths, self.results, strict=True)]):
                 path.replace(result)
             place.rmdir()
-        elif place.is_dir() and target.exists():
-            sync_folder(place)
-            replace_folder(place, target)  # after this, one of the two paths is the old folder
-            remove(place)
-            remove(target.with_name(f".{target.name}.old"))
+        elif place.is_dir():
+            put(place, target)
+            for folder in (place, moved_aside(target)):  # one of them may be the old folder
+                remove(folder)
         else:
-            if place.is_dir():
-                sync_folder(place)
             place.replace(target)
         sync_folder(target.absolute().parent)
 
@@ -168,8 +155,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     return 0
 
 
-def prepare(options: Namespace, tells: bool) -> Export:
-    """Return the requested export. Raise UsageError if it is not possible. `tells`: print warnings."""
+def prepare(options: Namespace, warns: bool) -> Export:
+    """Return the requested export. Raise UsageError if it is not possible. `warns`: print warnings."""
     options.type = mixes.known_type(options.type)
     target, shard = Path(options.target), size_of("--shard-size", options.shard_size)
     as_gguf = (options.format or ("gguf" if target.suffix == ".gguf" else "safetensors")) == "gguf"
@@ -180,21 +167,21 @@ def prepare(options: Namespace, tells: bool) -> Export:
             raise UsageError(f"{name} {text}: is only for a GGUF: name the target NAME.gguf")
     with refusing("", target):
         check_target(target, as_gguf, options.type, options.force)
-    export = Export(target, options.type)
-    has_base = options.base is not None
-    source = (
-        only_adapter(options, as_gguf) if has_base else open_source(options.source, as_gguf, options.merge)
-    )
+    if options.base is None:
+        source = open_source(options.source, as_gguf, options.merge)
+        write = partial(huggingface.write_folder, source, options.type, shard)
+    else:
+        source, base = adapter_and_base(options, as_gguf)
+        write = partial(huggingface.write_peft, source, base, options.type)
     if not as_gguf:
-        export.write = partial(huggingface.write_folder, source, options.type, shard)
-        if has_base:
-            export.write = partial(huggingface.write_peft, source, open_weights(options.base), options.type)
-        return export
-    export.encoder = encoder_of(source, options)
-    export.kinds = {name: kind.name.lower() for name, kind in export.encoder.kinds.items()}
-    keys = gguf_metadata(source, options.type, options.imatrix, tells)
+        return Export(target, options.type, write=write)
+    encoder, keys = encoder_of(source, options), gguf_metadata(source, options.type, options.imatrix)
+    if warns and (rules := rules_in_words(keys)):
+        text = f"llama.cpp does not follow the tokenizer's {rules}: it may tokenize some text differently"
+        print(f"zero_mpi export: warning: {text}", file=sys.stderr)
     most = None if options.split_size is None else size_of("--split-size", options.split_size)
-    export.files = planned(export.encoder, keys, target, most)
+    kinds = {name: kind.name.lower() for name, kind in encoder.kinds.items()}
+    export = Export(target, options.type, kinds, plan_files(encoder, keys, target, most), encoder)
     conflict = next((path for path in export.results if os.path.lexists(path) and path != target), None)
     if conflict is not None and not options.force:
         raise UsageError(f"{conflict}: already exists: use another name, or --force to replace it")
@@ -220,7 +207,7 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
         subject = f"--type {kind}" if kind not in huggingface.DTYPES else str(target)
         raise UsageError(f"{subject}: safetensors is a folder of f32, f16 or bf16: use another name or type")
     if is_folder(target) and not target.is_symlink():
-        files = (CONFIG, *huggingface.COPIED, PEFT_CONFIG, PEFT_MODEL)
+        files = (CONFIG, *huggingface.COPIED_FILES, PEFT_CONFIG, PEFT_MODEL)
         names = [name for name in sorted(os.listdir(target)) if name not in files]
         foreign = next((name for name in names if not WEIGHTS.fullmatch(name)), None)
         if as_gguf or foreign:
@@ -234,31 +221,31 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
         raise UsageError(f"{target}: not a model, so --force does not replace it: use another name")
 
 
-def only_adapter(options: Namespace, as_gguf: bool) -> WeightSource:
-    """Return the adapter to export alone. Raise UsageError if --base or another flag does not fit it."""
+def adapter_and_base(options: Namespace, as_gguf: bool) -> tuple[weights.WeightSource, weights.WeightSource]:
+    """Return the adapter to export alone, and its base. Raise UsageError if a flag does not fit it."""
     kind = options.type if as_gguf and options.type != "f32" else None
     for name, text in (("--merge", options.merge), ("--type", kind), ("--imatrix", options.imatrix)):
         if text is not None:
             raise UsageError(f"{name} {text}: cannot be used with --base, which converts only the adapter")
-    base = open_weights(options.base)
-    adapter = adapter_source(options.source, base.metadata)
-    MergedWeights(base, adapter)  # raises an error if the adapter belongs to another base
-    if TOKENS_ADDED in adapter.metadata:
+    base = weights.open_weights(options.base)
+    adapter = weights.adapter_source(options.source, base.metadata)
+    weights.MergedWeights(base, adapter)  # raises an error if the adapter belongs to another base
+    if weights.TOKENS_ADDED in adapter.metadata:
         raise UsageError(
             f"{adapter.path}: has rows of added tokens, which an adapter alone cannot hold: export the full "
             f"model, with {shown(options.base)} as the source and --merge {shown(options.source)}"
         )
-    return adapter
+    return adapter, base
 
 
-def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
+def open_source(path: str, as_gguf: bool, adapter: str | None) -> weights.WeightSource:
     """Return the source. Raise UsageError unless it is a model that the target's format can store."""
-    source = open_merged(path, adapter)
-    architecture = keys_of(source).architecture
+    source = weights.open_merged(path, adapter)
+    architecture = weights.keys_of(source).architecture
     if architecture is None or architecture == "zero_mpi":
         kind = "none" if architecture is None else "a training state: use its model.gguf"
         raise UsageError(f"{source.path}: expected a model with its architecture, found {kind}")
-    if is_adapter_file(source):
+    if weights.is_adapter_file(source):
         raise UsageError(f"{source.path}: is an adapter: add --base with the model that it was trained on")
     if not as_gguf or isinstance(source, HuggingFaceFolder):
         shapes = {name: spec.shape for name, spec in source.tensors.items()}
@@ -266,14 +253,14 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> WeightSource:
     return source
 
 
-def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
+def encoder_of(source: weights.WeightSource, options: Namespace) -> Encoder:
     """Return the encoder. Raise UsageError if the type needs a missing library or importance matrix."""
     file_type, matrix = options.type, options.imatrix
     by_ggml = file_type in mixes.MIXES or matrix is not None
     if by_ggml:
         ggml.library(f"--type {file_type}" if file_type in mixes.MIXES else f"--imatrix {matrix}")
     shapes = {name: spec.shape for name, spec in source.tensors.items()}
-    trained_for = keys_of(source).text(mixes.QAT) == file_type and matrix is None
+    trained_for = weights.keys_of(source).text(mixes.QAT) == file_type and matrix is None
     kinds = mixes.types_of(source.metadata, shapes, file_type, options.pure, matrix is not None, trained_for)
     importance = {} if matrix is None else read_importance(matrix, shapes)
     for name, kind in kinds.items():
@@ -283,13 +270,14 @@ def encoder_of(source: WeightSource, options: Namespace) -> Encoder:
     masters, path = None, source.path.with_name(OPTIMIZER)
     if trained_for and isinstance(source, GGUFFile) and is_file(path):
         state = GGUFFile.open(path)
-        masters = state if keys_of(state).text(CHECKPOINT_ID) == keys_of(source).text(CHECKPOINT_ID) else None
+        ids = {weights.keys_of(file).text(CHECKPOINT_ID) for file in (state, source)}
+        masters = state if len(ids) == 1 else None
     return Encoder(source, kinds, by_ggml, importance, masters)
 
 
-def gguf_metadata(source: WeightSource, file_type: str, matrix: str | None, tells: bool) -> dict[str, Any]:
+def gguf_metadata(source: weights.WeightSource, file_type: str, matrix: str | None) -> dict[str, Any]:
     """Return the keys of the source that stay valid, and the tokenizer's keys if the source is a folder."""
-    keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED}
+    keys = {name: value for name, value in source.metadata.items() if name not in OUTDATED_KEYS}
     keys["general.file_type"] = np.uint32(mixes.file_type(file_type))
     if file_type in mixes.MIXES or file_type.startswith("q"):
         keys["general.quantization_version"] = np.uint32(2)
@@ -299,12 +287,6 @@ def gguf_metadata(source: WeightSource, file_type: str, matrix: str | None, tell
         path, none = source.path / huggingface.TOKENIZER, {"tokenizer.ggml.model": "none"}
         size = source.tensors["token_embd.weight"].shape[0]
         keys |= tokenizer_from_json(path, size).metadata() if path.exists() else none
-    if tells and (rules := rules_in_words(keys)):
-        effect = "it may tokenize some text differently"
-        print(
-            f"zero_mpi export: warning: llama.cpp does not follow the tokenizer's {rules}: {effect}",
-            file=sys.stderr,
-        )
     return keys | huggingface.ends_of(keys, str(source.path))[1]
 
 
@@ -318,7 +300,7 @@ def remove(path: Path) -> None:
 
 def summary(export: Export) -> str:
     """Return a line on the result: name, type, size, tensors by type, and matrices that got another type."""
-    target, file_type, kinds = export.results[0], export.wanted, export.kinds
+    target, file_type, kinds = export.results[0], export.file_type, export.kinds
     files = [target, *target.iterdir()] if target.is_dir() else export.results
     size = sum(file.stat().st_size for file in files if file.is_file())
     count = Counter(kinds.values())

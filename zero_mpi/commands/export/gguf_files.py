@@ -16,10 +16,10 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import quantize
 
-from zero_mpi.checkpoint.gguf.header import Announced, alignment_of, checked_table, pack_file
+from zero_mpi.checkpoint.gguf.header import TableRow, alignment_of, checked_table, pack_file
 from zero_mpi.checkpoint.gguf.index import Metadata, padded
 from zero_mpi.checkpoint.gguf.reader import COUNT, PLACE, TOTAL, GGUFFile
-from zero_mpi.checkpoint.mixes import PLAIN
+from zero_mpi.checkpoint.mixes import FLOATS
 from zero_mpi.checkpoint.parallel_write import OutputFile
 from zero_mpi.checkpoint.tensor_file import Floats
 from zero_mpi.checkpoint.weights import WeightSource
@@ -36,13 +36,13 @@ class PlannedFile:
 
     name: str
     keys: Metadata
-    table: Sequence[Announced]
+    table: Sequence[TableRow]
 
     def packed(self) -> tuple[bytes, dict[str, int], int]:
         return pack_file(self.keys["general.architecture"], self.keys, self.table)
 
 
-def planned(encoder: Encoder, keys: Metadata, target: Path, most: int | None) -> list[PlannedFile]:
+def plan_files(encoder: Encoder, keys: Metadata, target: Path, most: int | None) -> list[PlannedFile]:
     """Return the files to write. A file has at most `most` bytes of tensors, unless one tensor is larger."""
     table, alignment = encoder.table(), alignment_of(keys)
     sizes = [padded(spec.nbytes, alignment) for spec in checked_table(table).values()]
@@ -88,7 +88,7 @@ def fill(files: Sequence[PlannedFile], paths: Sequence[Path], encoder: Encoder, 
         with closing(OutputFile(path, new=False)) as output:
             for name, start, stop, offset in chunks:
                 if next(number) % size == rank:
-                    output.write_at(offsets[name] + offset, encoder.encoded(name, start, stop))
+                    output.write_at(offsets[name] + offset, encoder.encode(name, start, stop))
 
 
 AT_ONCE = 1 << 18  # elements encoded together; this takes a few MiB with all temporaries
@@ -117,14 +117,14 @@ class Encoder:
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
         width, matrix = spec.shape[-1], spec.size // (spec.shape[0] if len(spec.shape) > 2 else 1)
-        step = max(1, AT_ONCE // width) * width if kind not in PLAIN else AT_ONCE
+        step = max(1, AT_ONCE // width) * width if kind not in FLOATS else AT_ONCE
         return [
             (first, min(first + step, start + matrix), first // block * nbytes)
             for start in range(0, spec.size, matrix)
             for first in range(start, start + matrix, step)
         ]
 
-    def encoded(self, name: str, start: int, stop: int) -> memoryview:
+    def encode(self, name: str, start: int, stop: int) -> memoryview:
         """Return elements [start, stop) in their new type. A GGUF tensor that has this type is copied."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
@@ -137,7 +137,7 @@ class Encoder:
             values = self.masters.read(master, start, stop)
         else:
             values = self.source.read(name, start, stop)
-        if kind in PLAIN or not self.by_ggml:
+        if kind in FLOATS or not self.by_ggml:
             return next(encoded_pieces(label, [values], kind))
         check_finite(label, values)
         weights = self.importance.get(name)

@@ -1,7 +1,7 @@
 """Converts a model with GGUF's names and keys to the content of a Hugging Face folder.
 
-`config_json` converts the keys to Hugging Face's settings. `outgoing` lists the tensors, which yield their
-elements in the order of that format. A model that the settings cannot describe is refused.
+`config_json` converts the keys to Hugging Face's settings. `file_tensors` lists the tensors, which yield
+their elements in the order of that format. A model that the settings cannot describe is refused.
 """
 
 import json
@@ -47,11 +47,11 @@ def ends_of(metadata: Metadata, place: str) -> tuple[list[int], dict[str, Any]]:
     For an unknown or invalid tokenizer, both are empty.
     """
     kind = KINDS.get(GGUFKeys(metadata, place).tokenizer or "")
+    if kind is None:
+        return [], {}
     try:
-        tokenizer = kind(metadata, place) if kind else None
+        tokenizer = kind(metadata, place)
     except UsageError:  # then the model is exported without its tokenizer
-        tokenizer = None
-    if tokenizer is None:
         return [], {}
     end, first = turn_end(tokenizer), [] if tokenizer.eos is None else [tokenizer.eos]
     ends = first + sorted((tokenizer.ends if end is None else tokenizer.ends | {end}) - set(first))
@@ -73,12 +73,12 @@ def turn_end(tokenizer: GGUFTokenizer) -> int | None:
 
 
 LLAMA3_USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-FORMER_CONTEXTS = (8192, *(1 << bits for bits in range(4, 21)))
+USUAL_CONTEXTS = (8192, *(1 << bits for bits in range(4, 21)))
 TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class FileTensor:
     """A tensor to write into a Hugging Face folder: its name and shape there, and its source.
 
     `runs` lists the ranges of elements in the source that form the tensor; () stands for all of `spec`.
@@ -141,30 +141,31 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def outgoing(source: WeightSource) -> list[Outgoing]:
+def file_tensors(source: WeightSource) -> list[FileTensor]:
     """Return the tensors to write into a folder. Raise FileError if one has no counterpart in the format."""
     keys = Keys(source)
     width, is_mixture = 0 if keys.arch == "gpt2" else keys.head_width(), keys.family in MIXTURES
-    tensors: list[Outgoing] = []
+    tensors: list[FileTensor] = []
     for name, spec in source.tensors.items():
         if is_mixture and (parts := hf_names.parts_from(keys.family, name, spec.shape)) is not None:
             tensors += of_experts(source, spec, parts)
         elif name not in (rope.ROPE_FREQS, *rope.LONG_FACTORS):  # config.json has these numbers
             order = hf_names.order_of(keys.family, name)
             shape = spec.shape[::-1] if order == Order.TRANSPOSED else spec.shape
-            tensors.append(Outgoing(hf_names.from_gguf(keys.family, name), shape, source, spec, order, width))
+            target = hf_names.from_gguf(keys.family, name)
+            tensors.append(FileTensor(target, shape, source, spec, order, width))
     return tensors
 
 
 def of_experts(
     source: WeightSource, spec: TensorSpec, parts: list[tuple[str, tuple[int, ...], list[str]]]
-) -> Iterator[Outgoing]:
+) -> Iterator[FileTensor]:
     """Yield the tensors of experts: either one tensor for each expert, or one for all experts."""
     stack = spec.shape[0] if len(spec.shape) == 3 else 1
     for place, (target, shape, names) in enumerate(parts):
         size, experts = spec.size // stack, range(place, place + 1) if len(parts) > 1 else range(stack)
         runs = tuple((name, e * size, (e + 1) * size) for e in experts for name in names)
-        yield Outgoing(target, shape, source, spec, Order.SAME, 0, runs)
+        yield FileTensor(target, shape, source, spec, Order.SAME, 0, runs)
 
 
 def config_json(source: WeightSource, dtype: str) -> dict[str, Any]:
@@ -219,7 +220,7 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot express")
     scaling = from_keys if scaling is None else scaling
     # Phi 3's class reads the original context from a separate setting and not from the scaling.
-    former = {rope.FORMER: scaling[rope.FORMER]} if kind.longrope and scaling else {}
+    former = {rope.CONTEXT: scaling[rope.CONTEXT]} if kind.longrope and scaling else {}
     return {
         "num_key_value_heads": keys.size("attention.head_count_kv") or keys.size("attention.head_count"),
         "head_dim": width,
@@ -272,7 +273,7 @@ def key_scaling(keys: Keys) -> dict[str, Any] | None:
     kind, factor = keys.keys.text(f"{keys.arch}.rope.scaling.type"), keys.number("rope.scaling.factor", 1.0)
     if kind == "yarn":
         context = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
-        return {"rope_type": kind, "factor": factor, rope.FORMER: context}
+        return {"rope_type": kind, "factor": factor, rope.CONTEXT: context}
     if factor == 1:
         factor = keys.number("rope.scale_linear", 1.0)
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
@@ -289,7 +290,7 @@ def longrope(keys: Keys) -> dict[str, Any] | None:
         raise FileError(f"{keys.source.path}: has {part} without the other values of LongRoPE")
     factors = {rope.LONG_FACTORS[name]: list(map(plain, keys.source.read(name))) for name in names}
     context = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
-    return {"rope_type": rope.LONGROPE, **factors, rope.FORMER: context, "attention_factor": magnitude}
+    return {"rope_type": rope.LONGROPE, **factors, rope.CONTEXT: context, "attention_factor": magnitude}
 
 
 def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any] | None:
@@ -300,9 +301,9 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
     """
     if rope.ROPE_FREQS not in source.tensors:
         return None
-    divisors, setting = source.read(rope.ROPE_FREQS), rope.kept_scaling(source.metadata)
+    divisors, setting = source.read(rope.ROPE_FREQS), rope.stored_scaling(source.metadata)
     defaults = LLAMA3_USUAL | {"factor": float(divisors.max())}
-    guesses = (defaults | {rope.FORMER: context} for context in FORMER_CONTEXTS)
+    guesses = (defaults | {rope.CONTEXT: context} for context in USUAL_CONTEXTS)
     for guess in chain([] if setting is None else [setting], guesses):
         factors = rope.llama3_factors(base, width, **guess)
         if factors.shape == divisors.shape and np.allclose(factors, divisors, rtol=1e-5, atol=0):
@@ -313,7 +314,7 @@ def rope_scaling(source: WeightSource, base: float, width: int) -> dict[str, Any
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}  # types that safetensors can also store
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 GENERATION, MORE_TEMPLATES = "generation_config.json", "additional_chat_templates"
-COPIED = (  # files copied from one Hugging Face folder to another
+COPIED_FILES = (  # files copied from one Hugging Face folder to another
     *(TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("merges.txt", "tokenizer.model", "chat_template.jinja", GENERATION),
 )
@@ -323,7 +324,7 @@ Kinds = dict[str, str]  # type of each tensor, by name
 
 def write_folder(source: WeightSource, file_type: str, most: int, folder: Path) -> Kinds:
     """Write config.json, tensors and tokenizer into a new folder. Return the type of each tensor."""
-    config, tensors = config_json(source, DTYPES[file_type]), outgoing(source)
+    config, tensors = config_json(source, DTYPES[file_type]), file_tensors(source)
     folder.mkdir()
     write_json(folder / hf_folder.CONFIG, config)
     kind = GGMLQuantizationType[file_type.upper()]
@@ -344,7 +345,7 @@ def write_folder(source: WeightSource, file_type: str, most: int, folder: Path) 
     return {tensor.name: file_type for tensor in tensors}
 
 
-def write_part(path: Path, tensors: Sequence[Outgoing], kind: GGMLQuantizationType) -> None:
+def write_part(path: Path, tensors: Sequence[FileTensor], kind: GGMLQuantizationType) -> None:
     """Write the tensors of one part as a safetensors file."""
     with naming(path), open(path, "wb") as file:
         file.write(pack_header([(tensor.name, kind.name, tensor.shape) for tensor in tensors]))
@@ -363,7 +364,7 @@ def write_tokenizer(source: WeightSource, folder: Path) -> None:
         write_json(folder / TOKENIZER_CONFIG, tokenizer_config(keys.metadata, keys.place))
     elif keys.tokenizer is None and os.path.isdir(source.path):
         templates = sorted(path.name for path in (source.path / MORE_TEMPLATES).glob("*.jinja"))
-        for name in [*COPIED, *(f"{MORE_TEMPLATES}/{template}" for template in templates)]:
+        for name in [*COPIED_FILES, *(f"{MORE_TEMPLATES}/{template}" for template in templates)]:
             if os.path.isfile(source.path / name):
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_to_disk(folder / name, read_file(source.path / name, expected="a tokenizer's file"))
@@ -376,12 +377,12 @@ def write_json(path: Path, content: Any) -> None:
 def write_peft(adapter: WeightSource, base: WeightSource, file_type: str, folder: Path) -> Kinds:
     """Write an adapter into a new PEFT folder; return tensor types. Raise FileError if that is impossible."""
     keys = GGUFKeys(base.metadata, str(base.path))
-    tensors = list[Outgoing]()
+    tensors = list[FileTensor]()
     for spec in adapter.tensors.values():
         target, dot, end = spec.name.rpartition(".")
         order, head = hf_folder.order_and_head(spec, target, dot + end, keys)
         name = f"{hf_folder.PREFIX}{layer_of(keys.architecture or '', target)}{hf_folder.ENDS[dot + end]}"
-        tensors.append(Outgoing(name, spec.shape, adapter, spec, order, head))
+        tensors.append(FileTensor(name, spec.shape, adapter, spec, order, head))
     config = config_of(adapter, base, keys.architecture or "")
     folder.mkdir()
     write_json(folder / hf_folder.PEFT_CONFIG, config)

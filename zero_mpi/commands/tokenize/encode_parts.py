@@ -44,7 +44,6 @@ from zero_mpi.telemetry.progress_bar import interval, short, watched
 
 FLAG = "TEXT"  # name of the inputs in messages
 ROWS = 256  # rows of Parquet that are read together
-DENSEST, ALWAYS = 50, 8 << 20  # maximum unpacked bytes: DENSEST times the file's bytes, or ALWAYS if more
 FRACTION, SMALLEST, LARGEST = 256, 1 << 20, 1 << 28  # a part has 1 / FRACTION of all bytes, within limits
 EVERY, PAUSE = 0.1, 0.01  # seconds between sums; between checks of a rank that has finished
 WATCHED, LOGGED = 5.0, 60.0  # seconds between progress lines: on a terminal, in a log
@@ -143,7 +142,8 @@ def _length(file: InputFile, reading: Reading) -> list[int] | None:
 
 def _whole(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
     packed = text_streams.packing_of(file.path.name)
-    most = min(text_streams.MOST_UNPACKED, max(ALWAYS, DENSEST * file.size)) if packed else MEGATRON_MOST
+    limit = max(text_streams.FREE_BYTES, text_streams.MOST_RATIO * file.size)
+    most = min(text_streams.MOST_UNPACKED, limit) if packed else MEGATRON_MOST
     with text_streams.TextStream(file.path, reading.beat) as stream:
         data = stream.read(most + 1)
     if len(data) > most:

@@ -179,7 +179,7 @@ def read_history(run: Path, expect: str | None) -> History:
     if expect is not None and history.head != expect:
         raise Differs(f"{proof.PROOF} ends in {history.head}, expected {shown(expect)}")
     history.close(history.at, ends=False)
-    name = folders.named(run, folders.LATEST)
+    name = folders.link_target(run, folders.LATEST)
     latest = folders.STEP_FOLDER.fullmatch(name)
     if latest and int(latest[1]) not in history.saved and (ended or int(latest[1]) > history.at):
         raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")

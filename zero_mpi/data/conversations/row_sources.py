@@ -79,7 +79,7 @@ def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
     """Return the name of a row ("line" or "row") and all rows as JSON. Raise FileError for a damaged file."""
     suffix = suffix_of(path)
     rows = _table(path) if suffix in TABLES else _document(path) if suffix == DOCUMENT else None
-    return ("line", TextStream(path).each_line()) if rows is None else ("row", map(_as_json, rows))
+    return ("line", TextStream(path).all_lines()) if rows is None else ("row", map(_as_json, rows))
 
 
 def _table(path: Path) -> Iterator[Any]:
