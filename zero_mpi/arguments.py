@@ -47,11 +47,11 @@ def number(
     limits = [f"of at least {least:g}"] if least is not None else []
     limits += [f"above {above:g}"] if above is not None else []
     limits += [f"below {below:g}"] if below != math.inf else ["not infinite"]
-    scalar = float(value) if isinstance(value, Real) and value is not True and value is not False else None
-    if scalar is None or not -math.inf < scalar < below or (above is not None and scalar <= above):
-        scalar = None
-    if scalar is not None and (least is None or scalar >= least):
-        return scalar
+    if isinstance(value, Real) and value is not True and value is not False:
+        scalar = float(value)
+        is_high = (least is None or scalar >= least) and (above is None or scalar > above)
+        if is_high and -math.inf < scalar < below:
+            return scalar
     raise ValueError(f"{label}: expected a number {' and '.join(limits)}, got {came(value)}")
 
 

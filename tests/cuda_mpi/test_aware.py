@@ -75,10 +75,10 @@ def test_the_library_says_that_it_takes_device_memory_and_it_is_true():
     world = MPI.COMM_WORLD
     answer = device_detect.find_answer(world, {})
     assert answer.yes, answer
-    assert answer.why.startswith("MPIX_Query_cuda_support says 1, and a message from device to device memory")
+    assert answer.reason.startswith("MPIX_Query_cuda_support says 1, and a message from device to device ")
     assert set(world.allgather(answer)) == {answer}
     refused = device_detect.find_answer(world, {device_detect.FORCED: "0"})
-    assert (refused.yes, refused.why) == (False, "ZERO_MPI_GPU_AWARE=0")
+    assert (refused.yes, refused.reason) == (False, "ZERO_MPI_GPU_AWARE=0")
 
 
 class TestCollectives(OfDevices):

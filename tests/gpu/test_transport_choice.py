@@ -79,7 +79,7 @@ def test_what_is_said_without_a_test(environ, said, monkeypatch):
     monkeypatch.setattr(device_choice, "library_says", lambda: iter(()))
     answer = device_choice.claim(Library(None), environ)
     assert answer == said if said else not answer.yes
-    assert answer.why
+    assert answer.reason
 
 
 @one_rank
@@ -99,7 +99,7 @@ def test_the_loaded_library_is_asked():
     with open("/proc/self/maps") as real:
         assert device_choice.loaded_libraries(real.read()), "the loaded MPI library was not found"
     for answer in device_choice.library_says():
-        assert "support says" in answer.why
+        assert "support says" in answer.reason
 
 
 @one_rank
@@ -124,7 +124,7 @@ def test_a_gpu_of_one_process_is_not_tried_by_a_child(gpu, monkeypatch, mode, tr
     )
     answer = device_choice.find_answer(WORLD, {"ZERO_MPI_GPU_AWARE": "1"}, CRASHES)
     assert answer.yes != tried
-    assert ("SIGSEGV" in answer.why) == tried
+    assert ("SIGSEGV" in answer.reason) == tried
 
 
 def test_all_ranks_have_one_answer(monkeypatch):

@@ -97,11 +97,11 @@ def test_sums_are_those_of_the_order_of_ranks_in_the_world_and_on_every_node(mon
     for ranks in per_node() if kind == "shared" else [1, *per_node()]:
         with transport(kind, ranks) as comm:
             owners = comm.shard_group()
-            assert isinstance(owners, ShardGroup)
-            assert owners.size == ranks
+            assert (type(owners), owners.size) == (ShardGroup, ranks)
             check_sums(comm, owners)
             if kind == "shared":
                 check_sums(comm, comm)
+        assert not any((owners.sums.lane, owners.sums.node))  # they are freed
 
 
 @pytest.mark.world(4, 8)

@@ -71,7 +71,7 @@ def story(tmp_path_factory):
     train(2, out, *flags, "--steps", "3", "--save-every", "2")
     status = Status(out, 0, 2, 9)
     status.begin()
-    status._over.set()
+    status._ended.set()
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6}\n{"step": 7}\n{"step": 8, "lo')
     printed = train(3, out, *flags, "--steps", "4", "--log-level", "debug", "--threads", "2")

@@ -71,7 +71,8 @@ def rewrite(path: Path, **keys) -> None:
 
 def foreign(path: Path) -> Path:
     keys = {"strange.block_count": 3, "strange.note": "two\nlines \x1b[31m" + "x" * 200, "odd\x1b\nname": "x"}
-    keys |= {"strange.list": np.arange(50, dtype=np.int32)}
+    keys |= dict.fromkeys(("tokenizer.ggml.model", "tokenizer.chat_template"), "odd")
+    keys["strange.list"] = np.arange(50, dtype=np.int32)
     kinds = [gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "Q8_0", "Q4_1")]
     draw, data = np.random.default_rng(0), {}
     for kind in kinds:
@@ -106,7 +107,7 @@ def test_json_says_the_same(trained):
     assert digests == file.metadata["training.tensor_digests"]
     assert report["keys"]["model"]["tokenizer.ggml.tokens"] == file.metadata["tokenizer.ggml.tokens"]
     assert report["keys"]["model"].keys() == file.metadata.keys()
-    assert report["training"]["step"] == 3
+    assert (report["training"]["step"], report["tokenizer"]["chat_template"]) == (3, False)
 
 
 @needs_mpiexec
@@ -145,12 +146,11 @@ def test_keys_that_were_changed(change, named, checkpoint):
 def test_a_foreign_file_has_no_checksums(tmp_path):
     status, text, errors = run(foreign(tmp_path / "foreign.gguf"))
     assert (status, errors) == (0, "")
-    for part in (r"checksums +0\n", "type Q4_1, tensors 1, bytes 10,240", "cannot_run [^n]"):
+    for part in (r"checksums +0\n", "type Q4_1, tensors 1, bytes 10,240", "cannot_run [^n]", "template yes"):
         assert re.search(part, text)
     assert "not finite" not in text
-    assert "\x1b" not in text
     keys = run(tmp_path / "foreign.gguf", "--keys")[1]
-    assert "\x1b" not in keys
+    assert "\x1b" not in text + keys
     assert "x" * 200 in keys
     assert "48, 49]" in keys
 

@@ -129,8 +129,8 @@ class Comm(ABC):
         ranks = self.size if contributors is None else contributors
         return self._reduce(ReduceScatter(full, out, partition, ranks, accumulate, label))
 
-    def _reduce(self, asked: ReduceScatter) -> Handle:
-        """Start the reduction that `asked` describes; see `reduce_scatter`."""
+    def _reduce(self, call: ReduceScatter) -> Handle:
+        """Start the reduction that `call` describes; see `reduce_scatter`."""
         raise NotImplementedError
 
     @abstractmethod

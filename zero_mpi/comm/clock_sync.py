@@ -19,10 +19,10 @@ TRIES = 10
 
 
 class Offset(NamedTuple):
-    """Offset of a clock: at time `at` it is `ahead` seconds ahead of rank 0's, within `wrong` seconds."""
+    """Offset of a clock: at time `at` it is `lead` seconds ahead of rank 0's, within `error` seconds."""
 
-    ahead: float
-    wrong: float
+    lead: float
+    error: float
     at: float
 
 

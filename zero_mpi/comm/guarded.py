@@ -125,8 +125,7 @@ class CheckedComm(CommWrapper):
         return CheckedComm(comm)
 
     def on_collective(self, kind: str, label: str = "", *arguments: Array | Partition | str) -> None:
-        details = f" ({', '.join(map(spelled, arguments))})" if arguments else ""
-        text = collective((kind, label)) + details
+        text = collective((kind, label)) + (f" ({', '.join(map(spelled, arguments))})" if arguments else "")
         number, self._number = self._number, self._number + 1
         with self.meter.waiting(f"the check before {kind}", label):
             if self._all_equal(text):

@@ -141,9 +141,6 @@ def window_bytes(full: Iterable[int], buffers: Iterable[int], ranks: int) -> int
     return max(1, sum(map(padded, full)) + ranks * sum(map(padded, buffers)))
 
 
-# ------------------------------------------------------------------------------------------- transports
-
-
 @dataclass(frozen=True)
 class Transport:
     """Transport for the collectives of a run.
@@ -167,7 +164,7 @@ class Transport:
     stages: bool = False
     shares_memory: bool = False
     spans_nodes: bool = True
-    takes: Callable[[Reductions], int] = lambda asked: 0
+    takes: Callable[[Reductions], int] = lambda reductions: 0
 
     def scratch(self, reductions: Reductions) -> int:
         """Return the bytes of a rank's receive buffers, on the device of its arrays."""

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from zero_mpi.telemetry import spans
 
-_known: list[weakref.ref[Meter]] = []
+_references: list[weakref.ref[Meter]] = []
 
 
 class Meter:
@@ -23,17 +23,17 @@ class Meter:
                    (adding chunks of a reduction), but not transfers that proceed while layers compute
     sent_bytes     bytes of parameters, gradients and vectors that other ranks receive as messages or read in
                    shared memory; gathers in shared memory count as 0 bytes
-    what           collective of the last wait: its kind, and the label of the data
+    call           collective of the last wait: its kind, and the label of the data
     changed        `time.perf_counter` at the start of that wait, or at its end if it has ended
     """
 
     def __init__(self) -> None:
         self.wait_seconds, self.sent_bytes = 0.0, 0
-        self.what: tuple[str, str] = ("", "")
+        self.call: tuple[str, str] = ("", "")
         self.changed = time.perf_counter()
-        self._depth = self._accounted = 0
-        _known[:] = [ref for ref in _known if ref() is not None]
-        _known.append(weakref.ref(self))
+        self._depth = self._reported = 0
+        _references[:] = [ref for ref in _references if ref() is not None]
+        _references.append(weakref.ref(self))
 
     @property
     def waits(self) -> bool:
@@ -46,7 +46,7 @@ class Meter:
     def waiting(self, kind: str, label: str = "") -> Meter:
         """Return a context for a wait, which records the collective's `kind` and the `label` of its data."""
         if self._depth == 0:  # waits may be nested; the outermost counts
-            self.what = kind, label
+            self.call = kind, label
         return self
 
     def __enter__(self) -> None:
@@ -63,12 +63,12 @@ class Meter:
             self.wait_seconds += now - self.changed
             recorder = spans.active
             if recorder is not None:
-                recorder.waited(*self.what, self.changed, now)
+                recorder.waited(*self.call, self.changed, now)
             self.changed = now
 
     def account(self) -> int:
         """Return the bytes that this rank has sent since the last call."""
-        nbytes, self._accounted = self.sent_bytes - self._accounted, self.sent_bytes
+        nbytes, self._reported = self.sent_bytes - self._reported, self.sent_bytes
         return nbytes
 
     def transfer(self, kind: str, label: str) -> spans.OpenTransfer | None:
@@ -79,7 +79,7 @@ class Meter:
 
 def meters() -> list[Meter]:
     """Return the meters in use in this process, oldest first."""
-    return [meter for ref in _known if (meter := ref()) is not None]
+    return [meter for ref in _references if (meter := ref()) is not None]
 
 
 def collective(parts: tuple[str, str]) -> str:

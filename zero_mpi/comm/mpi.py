@@ -63,10 +63,10 @@ class MPIComm(Comm):
     def _thread_pays(self) -> bool:
         """Return whether a progress thread helps: MPI allows it, and a core is free or ranks span hosts."""
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
-        ranks_here, is_one_node = node.Get_size(), node.Get_size() == self.size
+        ranks_here = node.Get_size()
         node.Free()
-        crowded = ranks_here >= environment.node_cores()
-        pays = MPI.Query_thread() == MPI.THREAD_MULTIPLE and self.size > 1 and not (is_one_node and crowded)
+        has_time = ranks_here < self.size or ranks_here < environment.node_cores()
+        pays = has_time and self.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         return all(self.allgather_object(pays))
 
     def start(self, running: Running, kind: str, label: str, record: Record | None = None) -> Handle:
@@ -85,8 +85,6 @@ class MPIComm(Comm):
         """Call the library, so that it sends messages that it still buffers after their requests ended."""
         self._control.Iprobe()
 
-    # -------------------------------------------------------------------------------------- on arrays
-
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         self.meter.sent_bytes += partition.counts[self.rank] * full.itemsize * (self.size - 1)
 
@@ -100,15 +98,15 @@ class MPIComm(Comm):
 
         return self.start(running(), "allgather", label)
 
-    def _reduce(self, asked: ReduceScatter) -> Handle:
-        if self.rank < asked.contributors or not self.exact:
-            self.meter.sent_bytes += asked.partition.outside(self.rank) * asked.full.itemsize
-        running = self._exact_reduce(asked) if self.exact else self._fast_reduce(asked)
-        return self.start(running, "reduce_scatter", asked.label)
+    def _reduce(self, call: ReduceScatter) -> Handle:
+        if self.rank < call.contributors or not self.exact:
+            self.meter.sent_bytes += call.partition.outside(self.rank) * call.full.itemsize
+        running = self._exact_reduce(call) if self.exact else self._fast_reduce(call)
+        return self.start(running, "reduce_scatter", call.label)
 
-    def _exact_reduce(self, asked: ReduceScatter) -> Running:
+    def _exact_reduce(self, call: ReduceScatter) -> Running:
         """Reduce in rounds: post the next chunk, wait for the oldest, and add its slices in rank order."""
-        full, partition, contributors = asked.full, asked.partition, asked.contributors
+        full, partition, contributors = call.full, call.partition, call.contributors
         tag, size = next(self._tags) % TAGS, self.exact_chunk
         starts = range(0, max(partition.counts), size)
         free = self._scratch[contributors, full.dtype]  # buffers for one chunk from each contributor
@@ -129,7 +127,7 @@ class MPIComm(Comm):
                 parts = [
                     full[part] if rank == self.rank else slot[rank, :length] for rank in range(contributors)
                 ]
-                ordered_sum(asked.out[start : start + length], parts, asked.accumulate)
+                ordered_sum(call.out[start : start + length], parts, call.accumulate)
         free.extend(slots)
 
     def _post(self, full: Array, slot: Array, partition: Partition, start: int, tag: int) -> list[Any]:
@@ -149,16 +147,16 @@ class MPIComm(Comm):
                 requests.append(self._gradients.Isend([full[span], kind], owner, tag))
         return requests
 
-    def _fast_reduce(self, asked: ReduceScatter) -> Running:
-        full, kind, requests, pairs = asked.full, mpi_type(asked.full), [], []
-        for chunk in asked.partition.cut(self.fast_chunk):
-            target = asked.out[chunk.of_slice(asked.partition, self.rank)]
-            buffer = empty(target.size, full.dtype) if asked.accumulate else target
+    def _fast_reduce(self, call: ReduceScatter) -> Running:
+        full, kind, requests, pairs = call.full, mpi_type(call.full), [], []
+        for chunk in call.partition.cut(self.fast_chunk):
+            target = call.out[chunk.of_slice(call.partition, self.rank)]
+            buffer = empty(target.size, full.dtype) if call.accumulate else target
             send = [full[chunk.start : chunk.stop], kind]
             requests.append(self._gradients.Ireduce_scatter(send, [buffer, kind], chunk.counts, MPI.SUM))
             pairs.append((target, buffer))
         yield requests
-        if asked.accumulate:
+        if call.accumulate:
             for target, buffer in pairs:
                 np.add(target, buffer, out=target)
 
@@ -193,8 +191,6 @@ class MPIComm(Comm):
         receive = None if buffer is None else [buffer, chunk.counts, chunk.offsets, mpi_type(buffer)]
         self._finish(self._parameters.Igatherv(send, receive, root), "gather", label)
 
-    # ------------------------------------------------------------------------------------- on objects
-
     def _finish(self, request: Any, kind: str, label: str = "") -> None:
         """Wait for one request: block, or sleep so that other threads and ranks can use the cores."""
         with self.meter.waiting(kind, label):
@@ -224,8 +220,6 @@ class MPIComm(Comm):
 
     def barrier(self) -> None:
         self._finish(self._control.Ibarrier(), "barrier")
-
-    # ------------------------------------------------------------------------------- other transports
 
     def background(self) -> Comm:
         return MPIComm(self._control, exact=self.exact, threaded=False, patient=True)

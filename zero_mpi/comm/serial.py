@@ -31,9 +31,9 @@ class SerialComm(Comm):
             full[...] = shard
         return DONE
 
-    def _reduce(self, asked: ReduceScatter) -> Handle:
-        if address(asked.full) != address(asked.out):
-            ordered_sum(asked.out, [asked.full] if asked.contributors else [], asked.accumulate)
+    def _reduce(self, call: ReduceScatter) -> Handle:
+        if address(call.full) != address(call.out):
+            ordered_sum(call.out, [call.full] if call.contributors else [], call.accumulate)
         return DONE
 
     def allreduce(self, array: Array, label: str = "") -> Handle:

@@ -30,7 +30,7 @@ def has_come(needed: Needed) -> bool:
 
 
 @contextmanager
-def borrowed(free: list[Any], make: Callable[[], Any]) -> Iterator[Any]:
+def loan(free: list[Any], make: Callable[[], Any]) -> Iterator[Any]:
     """Return a context that lends an object of `free`, or a new one, and then adds it to `free`."""
     try:  # another thread may run this at the same time
         loan = free.pop()
@@ -88,11 +88,11 @@ class Transfer(Handle):
 
     def wait(self) -> None:
         def come(needed: Needed) -> bool:
-            if not callable(needed):
+            if callable(needed):
+                while not needed():
+                    time.sleep(CHECK_SECONDS)
+            else:
                 MPI.Request.Waitall(needed)
-                return True
-            while not needed():
-                time.sleep(CHECK_SECONDS)
             return True
 
         with self._meter.waiting(self.kind, self.label), self._lock:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zero_mpi.comm.mpi import MPIComm
 
 
-def _forwarded(name: str, facts: Callable[..., tuple[str, ...]] = lambda *arguments: ()) -> Any:
+def _forward(name: str, facts: Callable[..., tuple[str, ...]] = lambda *arguments: ()) -> Any:
     """Return a method that reports and forwards a collective; `facts` returns facts equal on all ranks."""
 
     def method(self: CommWrapper, *arguments: Any, **keywords: Any) -> Any:
@@ -53,18 +53,16 @@ class CommWrapper(Comm):
     def about(self) -> str:
         return self._inner.about
 
-    # -------------------------------------------------------------------------------------- on arrays
-
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         source = "slices in place" if shard is None else "from slices"
         self.on_collective("allgather", label, full, partition, source)
         return self.wrapped(self._inner.allgather(shard, full, partition, label))
 
-    def _reduce(self, asked: ReduceScatter) -> Handle:
-        ranks = f"{asked.contributors} contributors"
-        mode = "added to the output" if asked.accumulate else "from zero"
-        self.on_collective("reduce_scatter", asked.label, asked.full, asked.partition, ranks, mode)
-        return self.wrapped(self._inner.reduce_scatter(**vars(asked)))
+    def _reduce(self, call: ReduceScatter) -> Handle:
+        ranks = f"{call.contributors} contributors"
+        mode = "added to the output" if call.accumulate else "from zero"
+        self.on_collective("reduce_scatter", call.label, call.full, call.partition, ranks, mode)
+        return self.wrapped(self._inner.reduce_scatter(**vars(call)))
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
         self.on_collective("allreduce", label, array)
@@ -80,12 +78,10 @@ class CommWrapper(Comm):
         self.on_collective("gather", label, f"elements {chunk.start} to {chunk.stop}", f"root {root}")
         self._inner.gather(part, buffer, chunk, root, label)
 
-    # ------------------------------------------------------------------------------------ on anything
-
-    gather_object = _forwarded("gather_object", lambda value, root=0: (f"root {root}",))
-    broadcast_object = _forwarded("broadcast_object", lambda value, root=0: (f"root {root}",))
+    gather_object = _forward("gather_object", lambda value, root=0: (f"root {root}",))
+    broadcast_object = _forward("broadcast_object", lambda value, root=0: (f"root {root}",))
     allgather_object, barrier, barrier_readers, nodes, close = map(
-        _forwarded, ("allgather_object", "barrier", "barrier_readers", "nodes", "close")
+        _forward, ("allgather_object", "barrier", "barrier_readers", "nodes", "close")
     )
 
     def memory(

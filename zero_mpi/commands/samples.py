@@ -4,6 +4,7 @@ Text that counts in the loss is in « ».
 """
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -52,27 +53,22 @@ def command(world: World, arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     within("count", options.count, 0)
     files = collect_files(options.data)
-    are_pairs = [holds_pairs(path, labels=True) for _, path in files]
-    if not all(are_pairs) and not are_conversations(files):
+    are_pairs = False not in {holds_pairs(path, labels=True) for _, path in files}
+    if not are_pairs and not are_conversations(files):
         for name, path in files:
             if kind := kind_of(beginning(path, bool)[:HEAD], name):
                 detail = f"found {kind.name}: {kind.remedy}"
                 raise UsageError(f"--data {shown(path)}: expected conversations as .jsonl, {detail}")
         raise UsageError(f"--data {named(options.data)}: expected conversations as .jsonl, found none")
-    source = open_weights(options.path) if is_folder(options.path) else None
-    tokenizer = tokenizer_of(source, read_model(source)) if source else tokenizer_in(options.path)
-    tokenizer = with_template(tokenizer, options.chat_template)
-    samples, totals, bad = list[dict[str, Any]](), tokenized.Totals(), BadRows() if options.skip_bad else None
-    inputs = template_inputs(options, tokenizer)
-    loss_on = options.loss_on or tokenized.ANSWERS
-    reader = tokenized.ConversationReader(tokenizer, loss_on, bos_of(tokenizer, AUTO), inputs)
+    reader, bad = make_reader(options), BadRows() if options.skip_bad else None
+    samples, totals = list[dict[str, Any]](), tokenized.Totals()
     conversations = reader.read(files, bad)
-    if all(are_pairs):
+    if are_pairs:
         pairs = reader.read_pairs(files, bad, labels=True)
         conversations = (side for pair in pairs for side in pair if side is not None)
     for conversation in conversations:
         totals.add(conversation.name, conversation.facts)
-        if len(samples) < options.count * (1 + all(are_pairs)):
+        if len(samples) < options.count * (1 + are_pairs):
             parts = [{"text": text, "counted": counts} for text, counts in parts_of(conversation)]
             samples.append({"name": conversation.name, **conversation.facts, "parts": parts})
     notes = [*totals.cautions(), *(bad.notes() if bad else ())]
@@ -84,6 +80,15 @@ def command(world: World, arguments: Sequence[str]) -> int:
     else:
         write(lines(samples, totals, notes))
     return 0
+
+
+def make_reader(options: Namespace) -> tokenized.ConversationReader:
+    """Return the reader of conversations for a model or tokenizer and the flags of templates."""
+    source = open_weights(options.path) if is_folder(options.path) else None
+    tokenizer = tokenizer_of(source, read_model(source)) if source else tokenizer_in(options.path)
+    tokenizer = with_template(tokenizer, options.chat_template)
+    loss_on, inputs = options.loss_on or tokenized.ANSWERS, template_inputs(options, tokenizer)
+    return tokenized.ConversationReader(tokenizer, loss_on, bos_of(tokenizer, AUTO), inputs)
 
 
 def parts_of(conversation: tokenized.TokenizedConversation) -> Iterator[tuple[str, bool]]:

@@ -70,12 +70,12 @@ class Slice(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Timeline:
     """Content of a file: the events of each rank, in rank order, and other data."""
 
     path: Path
     ranks: dict[int, list[Slice]]
-    about: dict[str, Any]
+    facts: dict[str, Any]
 
     @property
     def steps(self) -> list[int]:
@@ -87,7 +87,7 @@ class Recorded:
         return sorted(set.intersection(*per_rank)) if per_rank else []
 
 
-def read(path: Path) -> Recorded:
+def read(path: Path) -> Timeline:
     """Return the timeline in a file, compressed or not. Raise UsageError for any other file."""
     try:
         lines, ranks = lines_of(path), dict[int, list[Slice]]()
@@ -101,7 +101,7 @@ def read(path: Path) -> Recorded:
             take(parse_json(line.rstrip(b",\r\n")), ranks)
         else:
             raise ValueError("it ends too early")
-        timeline = Recorded(path, dict(sorted(ranks.items())), facts)
+        timeline = Timeline(path, dict(sorted(ranks.items())), facts)
         if not timeline.steps:
             raise ValueError("no step was completed on all ranks; trace again, maybe with fewer steps")
     except FileError:
@@ -150,9 +150,6 @@ def within(value: Any, least: float, most: float) -> Any:
     return value
 
 
-# --------------------------------------------------------------------------------------------- the table
-
-
 @dataclass
 class Share:
     """Time that a rank spent in its steps, in microseconds."""
@@ -164,7 +161,7 @@ class Share:
     sent: int = 0  # bytes sent to other ranks
 
 
-def shares(timeline: Recorded) -> list[Share]:
+def shares(timeline: Timeline) -> list[Share]:
     """Return the times of every rank in the steps that all ranks have completed."""
     steps = set(timeline.steps)
     return [share_of(rank, slices, steps) for rank, slices in timeline.ranks.items()]
@@ -201,19 +198,19 @@ def account(share: Share, active: Sequence[int], time: float) -> None:
         share.hidden += time
 
 
-def table(timeline: Recorded) -> Iterator[str]:
+def table(timeline: Timeline) -> Iterator[str]:
     """Yield the lines about a timeline: a row for each rank, the meaning of columns, and the clock error."""
     ranks, steps = shares(timeline), timeline.steps
     heading = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     heading += f" of {plural(len(ranks), 'rank')}"
-    yield f"{shown(timeline.path)}: {heading}, zero_mpi {shown(timeline.about['zero_mpi'], 40)}"
+    yield f"{shown(timeline.path)}: {heading}, zero_mpi {shown(timeline.facts['zero_mpi'], 40)}"
     yield "milliseconds per step, and share of the step"
     columns = [name for name in COLUMNS if name == OTHER or any(share.columns[name] for share in ranks)]
     names = "".join(f" {name:>15}" for name in columns)
     yield from ("", f"{'rank':>4} {'step':>10}{names} {HIDDEN:>10} {'sent MB':>9}")
     yield from (row(share, columns) for share in ranks)
     yield from ("", *MEANING)
-    clock_error, end_step = timeline.about.get("clock_error_us"), timeline.about.get("ends_in")
+    clock_error, end_step = timeline.facts.get("clock_error_us"), timeline.facts.get("ends_in")
     if isinstance(clock_error, int | float) and 0 < clock_error <= LATEST:
         yield f"clocks of different hosts agree within {clock_error:.0f} us"
     if end_step is not None:

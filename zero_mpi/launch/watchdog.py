@@ -299,10 +299,10 @@ class Watchdog:
 
     def standing(self, with_stacks: bool = True) -> RankState:
         by_age = sorted(meters(), key=lambda meter: meter.changed)
-        history = [collective(meter.what) for meter in by_age if not meter.waits and any(meter.what)]
+        history = [collective(meter.call) for meter in by_age if not meter.waits and any(meter.call)]
         return RankState(
             self._doing,
-            " and ".join(collective(meter.what) for meter in by_age if meter.waits),
+            " and ".join(collective(meter.call) for meter in by_age if meter.waits),
             history[-1] if history else "",
             time.perf_counter() - self._changed,
             stacks() if with_stacks else "",

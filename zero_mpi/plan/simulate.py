@@ -115,8 +115,8 @@ class ScriptedComm(SimulatedComm):
         kind = GATHER_SUMS if purpose == "gradients" else GATHER
         return SimulatedTransfer(self.script, kind, self.numbers[name])
 
-    def _reduce(self, asked: ReduceScatter) -> Handle:
-        return SimulatedTransfer(self.script, REDUCE, self.numbers[asked.label.partition(" ")[2]])
+    def _reduce(self, call: ReduceScatter) -> Handle:
+        return SimulatedTransfer(self.script, REDUCE, self.numbers[call.label.partition(" ")[2]])
 
     def allreduce(self, array: Array, label: str = "") -> Handle:
         return SimulatedTransfer(self.script, ALLREDUCE, self.numbers[label.partition(" ")[2]])

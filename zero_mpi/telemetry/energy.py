@@ -34,15 +34,14 @@ class Energy:
     """Energy meter of this host, if the host has counters."""
 
     def __init__(self) -> None:
-        counters = [Counter(CRAY, 1.0)] if CRAY.exists() else []
-        self._joules, self._counters = 0.0, counters
+        self._joules, self._counters = 0.0, [Counter(CRAY, 1.0)] if CRAY.exists() else []
         with suppress(*UNREADABLE):
-            for zone in sorted(POWERCAP.glob("intel-rapl:*")) if not counters else ():
+            for zone in sorted(POWERCAP.glob("intel-rapl:*")) if not self._counters else ():
                 if (zone / "name").read_text().startswith(COUNTED):
                     most = int((zone / "max_energy_range_uj").read_text())
-                    counters.append(Counter(zone / "energy_uj", 1e-6, most))
+                    self._counters.append(Counter(zone / "energy_uj", 1e-6, most))
         self.count()
-        self._joules = 0.0
+        self.take()
 
     def count(self) -> None:
         """Add the energy used since the last call; call this often, because the counters wrap around."""

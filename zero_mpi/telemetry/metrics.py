@@ -45,7 +45,7 @@ class Records:
         trackers: Callable[[], Iterable[Tracker]] = tuple,
         beginning: JobStart | None = None,
     ) -> None:
-        self._active, self._done, self._steps, self._log_every = rank == 0, done, steps, log_every
+        self._active, self._steps_before, self._steps, self._log_every = rank == 0, done, steps, log_every
         self.problem = ""
         self._chain: Proof | None = None
         if not self._active:
@@ -60,7 +60,7 @@ class Records:
 
     def logs(self, step: int) -> bool:
         """Return True if a step is logged because of its number; the result is the same on all ranks."""
-        return step in (self._done + 1, self._steps) or step % self._log_every == 0
+        return step in (self._steps_before + 1, self._steps) or step % self._log_every == 0
 
     def step(self, record: Mapping[str, Any]) -> None:
         if not self._active:

@@ -25,8 +25,8 @@ class Display:
     """Display of the steps of a run that begins after `done` of `steps` steps."""
 
     def __init__(self, done: int, steps: int) -> None:
-        self._done, self._steps, self._memory = done, steps, 0
-        self._begun = self._shown = time.perf_counter()
+        self._steps_before, self._steps, self._memory = done, steps, 0
+        self._begin_time = self._line_time = time.perf_counter()
         self._bar: Any = None
         if watched() and log.says(log.INFO):
             is_terminal = sys.stderr.isatty()
@@ -42,8 +42,8 @@ class Display:
         if self._bar is not None:
             self._bar.set_postfix_str(", ".join(self._facts(record)), refresh=False)
             self._bar.update()
-        elif logged or time.perf_counter() - self._shown > 60:
-            self._shown = time.perf_counter()
+        elif logged or time.perf_counter() - self._line_time > 60:
+            self._line_time = time.perf_counter()
             log.info("%s", "  ".join([f"step {self._of(number)}", *self._facts(record)]))
         if "val_loss" in record:
             texts = (f"{name} {loss:.4f}" for name, loss in record.get("val_losses", {}).items())
@@ -64,8 +64,8 @@ class Display:
         if self._memory:
             memory = self._memory / 2**20
             facts.append(f"{memory:.0f} MiB" if memory < 1024 else f"{memory / 1024:.1f} GiB")
-        elapsed, number = time.perf_counter() - self._begun, record["step"]
-        rest = elapsed * (self._steps - number) / (number - self._done)  # from the mean time of a step so far
+        elapsed, number = time.perf_counter() - self._begin_time, record["step"]
+        rest = elapsed * (self._steps - number) / (number - self._steps_before)  # by a step's mean time
         return [*facts, f"{interval(rest)} left" if number < self._steps else f"total {interval(elapsed)}"]
 
 

@@ -86,14 +86,14 @@ def read_proof(path: Path) -> Generator[Line, None, None]:
         with BufferedReader(open_file(path, "a file of lines")) as file:
             while raw := file.readline(MOST_LINE):  # a longer line is read without its line end
                 number += 1
-                line = opened(number, raw, head, end)
+                line = parse_line(number, raw, head, end)
                 head, end = line.head, line.end
                 yield line
     except OSError as error:
         raise FileError(f"{shown(path)}: cannot be read: {reason(error)}") from None
 
 
-def opened(number: int, raw: bytes, previous: str, start: int) -> Line:
+def parse_line(number: int, raw: bytes, previous: str, start: int) -> Line:
     """Parse and return a line; raise Broken unless it continues the chain from the head `previous`."""
     if not raw.endswith(b"\n"):
         raise Broken(number, "it has no line end", torn=True)
@@ -127,13 +127,13 @@ class ProofPrefix:
 
     head: str = FIRST
     end: int = 0
-    at: int = -1  # the last step
+    step: int = -1  # the last step
     tip: tuple[int, Any] = (-1, None)  # step and id of the last checkpoint
     run: Mapping[str, Any] | None = None
-    late: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves after dropped lines
+    late_saves: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)  # saves after dropped lines
 
 
-def kept_up_to(path: Path, step: int) -> ProofPrefix:
+def valid_prefix(path: Path, step: int) -> ProofPrefix:
     """Return the valid chain up to a step; empty for step 0. Raise FileError if the file cannot be read."""
     prefix, is_past = ProofPrefix(), False
     if step == 0 or not exists(path):
@@ -143,10 +143,10 @@ def kept_up_to(path: Path, step: int) -> ProofPrefix:
             if line.kind == CHECKPOINT and line.step <= step:
                 prefix.tip = line.step, line.value.get(ID)
                 if is_past:
-                    prefix.late.append((line.step, line.value))
+                    prefix.late_saves.append((line.step, line.value))
             is_past |= line.step > step - (line.kind == RUN)  # drops a job that began at this step
             if not is_past:
-                prefix.head, prefix.end, prefix.at = line.head, line.end, max(prefix.at, line.step)
+                prefix.head, prefix.end, prefix.step = line.head, line.end, max(prefix.step, line.step)
                 if line.kind == RUN:
                     prefix.run = {key: value for key, value in line.value.items() if key != ORIGIN}
     except Broken:
@@ -158,11 +158,11 @@ class Proof:
     """Writer of the file, on rank 0. Raises OSError if a write fails. head: digest of all results so far."""
 
     def __init__(self, path: Path, beginning: JobStart) -> None:
-        prefix = kept_up_to(path, beginning.step)
+        prefix = valid_prefix(path, beginning.step)
         self.head = prefix.head
         self._file = open(path, "ab", buffering=0, opener=open_in_place)  # noqa: SIM115 (closed by close)
         self._file.truncate(prefix.end)
-        for step, value in prefix.late:
+        for step, value in prefix.late_saves:
             self._append(step, SAVED, value)
         self._begin(prefix, beginning)
 
@@ -170,10 +170,10 @@ class Proof:
         """Continue after the kept lines; add a RUN line unless the run simply resumes from its checkpoint."""
         run = json.loads(json.dumps(start.run))
         goes_on = prefix.tip == (start.step, start.origin)
-        if prefix.at == start.step and start.own and prefix.tip[0] < start.step:  # a kill prevented this line
+        if prefix.step == start.step and start.own and prefix.tip[0] < start.step:  # a kill lost this line
             self._append(start.step, SAVED, {ID: start.origin, "state": start.state})
             goes_on = True
-        if prefix.at != start.step or not goes_on:
+        if prefix.step != start.step or not goes_on:
             self._append(start.step, RUN, {ORIGIN: start.origin, **run})
         elif prefix.run != run:
             self._append(start.step, RUN, {ORIGIN: CHAIN, **run})

@@ -51,7 +51,7 @@ class SpanRecorder:
         self.open: list[Open] = []
         self._main = threading.get_ident()
         self._stamp = watch.stamp
-        self._lap = self._begun = self._stamp()
+        self._lap = self._step_begin = self._stamp()
 
     # ------------------------------------------------------------------------------ on the main thread
 
@@ -68,13 +68,13 @@ class SpanRecorder:
         now = self._stamp()
         if self._in_step:
             self.end_steps(now)
-        self.step, self._begun, self._in_step = number, now, True
+        self.step, self._step_begin, self._in_step = number, now, True
 
     def end_steps(self, now: Any = None) -> None:
         """Record that the last step ends; if no step was begun, the full recording is one step."""
         if self.ends_in is None:  # otherwise the step is incomplete
             ended = self._stamp() if now is None else now
-            self.spans.append((STEPS, "step", str(self.step), self._begun, ended, self.step, None))
+            self.spans.append((STEPS, "step", str(self.step), self._step_begin, ended, self.step, None))
             self._stay_bounded()
 
     def begin_micro_batch(self, number: int | None) -> None:

@@ -41,42 +41,42 @@ class Status:
     def __init__(self, out: Path, rank: int, ranks: int, steps: int, lost: Callable[[], str] = str) -> None:
         self._path, self._rank, self._step, self.steps = out / NAME, rank, 0, steps
         fields = {"ranks": ranks, "host": platform.node(), "pid": os.getpid()}
-        self._about: Mapping[str, Any] = {**fields, "started": _now()}
-        self._lock, self._over, self._lost = threading.Lock(), threading.Event(), lost
-        self._before = b""  # content of the previous job's file
+        self._job: Mapping[str, Any] = {**fields, "started": _now()}
+        self._lock, self._ended, self._lost = threading.Lock(), threading.Event(), lost
+        self._previous = b""  # content of the previous job's file
         self.slow = ""
 
     def begin(self) -> None:
         """Write on rank 0 that the job runs, and renew the file from now on."""
         if self._rank == 0:
             with contextlib.suppress(OSError, FileError):
-                self._before = read_file(self._path, MOST_BYTES)
+                self._previous = read_file(self._path, MOST_BYTES)
             self._write(RUNNING)
             threading.Thread(target=self._renew, name="zero_mpi status", daemon=True).start()
 
     def before(self) -> dict[str, Any]:
         """Return the status of the previous job; empty if there is none."""
-        return as_object(self._before)
+        return as_object(self._previous)
 
     def at(self, step: int) -> None:
         self._step = step
 
     def _renew(self) -> None:
-        while not self._over.wait(RENEWAL_SECONDS):
+        while not self._ended.wait(RENEWAL_SECONDS):
             with self._lock:
-                if self._over.is_set() or read_status(self._path).get("state") == FAILED:
+                if self._ended.is_set() or read_status(self._path).get("state") == FAILED:
                     return  # because another rank ends the job
                 self._write(RUNNING)
 
     def end(self, state: str, reason: str = "") -> None:
         """Write the last state, on any rank; a failure after that does not change it."""
-        self._over.set()
+        self._ended.set()
         locked = self._lock.acquire(timeout=RENEWAL_WAIT)
         status = read_status(self._path)
         if status.get("state") == RUNNING and self._rank != 0:  # rank 0 wrote host and start time
-            self._about = {key: status.get(key) for key in self._about}
+            self._job = {key: status.get(key) for key in self._job}
         # Only rank 0 knows whether this job has written the file.
-        is_ours = self._rank != 0 or all(status.get(key) == value for key, value in self._about.items())
+        is_ours = self._rank != 0 or all(status.get(key) == value for key, value in self._job.items())
         is_over = status.get("state") in (DONE, STOPPED, FAILED) and is_ours
         if state != FAILED or not is_over:
             self._write(state, reason)
@@ -85,13 +85,13 @@ class Status:
 
     def refused(self, reason: str) -> None:
         """Write why the run did not start, then put back the status of the previous run, if there was one."""
-        content, self._before = self._before, b""
+        content, self._previous = self._previous, b""
         self.end(FAILED, reason)
         if content:
             self._put(content)
 
     def _write(self, state: str, reason: str = "") -> None:
-        entry = {"state": state, "reason": reason, "step": self._step, "steps": self.steps, **self._about}
+        entry = {"state": state, "reason": reason, "step": self._step, "steps": self.steps, **self._job}
         if self.slow:
             entry["slow"] = self.slow
         entry |= {"updated": _now(), "version": __version__}
@@ -134,7 +134,7 @@ def as_object(text: bytes) -> dict[str, Any]:
     try:
         entry = parse_json(text, null_for_infinite=True)
     except ValueError:
-        entry = {}
+        return {}
     items = entry.items() if isinstance(entry, dict) else ()
     return {name: value for name, value in items if not isinstance(value, dict | list)}
 

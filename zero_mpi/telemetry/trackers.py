@@ -34,7 +34,7 @@ class TrackedJob:
     """Job of a run: its folder, the number of steps done before it, and its settings."""
 
     out: Path
-    done: int
+    steps_before: int
     settings: Mapping[str, Any]
 
 
@@ -81,7 +81,7 @@ class Guarded:
         try:
             self._tracker: Tracker | None = begin()
         except Exception as error:
-            raise JobError(f"{flag}: {explained(error)}") from error
+            raise JobError(f"{flag}: {explanation(error)}") from error
 
     def step(self, record: Mapping[str, Any]) -> None:
         self._attempt(lambda tracker: tracker.step(record))
@@ -105,10 +105,10 @@ class Guarded:
             act(self._tracker)
         except Exception as error:
             self._tracker = None
-            log.warning("%s: %s; the run continues without it", self._flag, explained(error))
+            log.warning("%s: %s; the run continues without it", self._flag, explanation(error))
 
 
-def explained(error: Exception) -> str:
+def explanation(error: Exception) -> str:
     return one_line(f"{type(error).__name__}: {error}")
 
 
@@ -127,7 +127,7 @@ class TensorBoard:
         # TensorBoard reads files in the order of their names, which contain the time in seconds.
         self._writer = writer.EventsWriter(str(self._folder / "events"), f".{time.time_ns() % 10**9:09d}")
         mark = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._write(self._events.Event(step=job.done + 1, session_log=mark))
+        self._write(self._events.Event(step=job.steps_before + 1, session_log=mark))
 
     @staticmethod
     def check(wish: bool) -> Any:
@@ -161,7 +161,7 @@ class Prometheus:
         self._client, self._run = self.check(wish), os.path.abspath(job.out)
         digest = hashlib.sha256(os.fsencode(self._run)).hexdigest()[:8]
         self.path = Path(wish) / f"{PREFIX}{re.sub(r'[^A-Za-z0-9]+', '_', job.out.name)}_{digest}.prom"
-        self._written, self._record = 0.0, dict[str, Any]()
+        self._write_time, self._record = 0.0, dict[str, Any]()
 
     @staticmethod
     def check(wish: str) -> Any:
@@ -173,9 +173,9 @@ class Prometheus:
     def step(self, record: Mapping[str, Any]) -> None:
         """Write a record, at most once per second; numbers that the record lacks keep their last values."""
         self._record |= record
-        if time.monotonic() - self._written >= EVERY_SECONDS:
+        if time.monotonic() - self._write_time >= EVERY_SECONDS:
             self._write(running=1)
-            self._written = time.monotonic()
+            self._write_time = time.monotonic()
 
     def close(self) -> None:
         self._write(running=0)
@@ -209,7 +209,7 @@ class WandB:
         self._run = wandb.init(
             project=wish,
             group=job.out.name,
-            name=f"{job.out.name} from step {job.done}",
+            name=f"{job.out.name} from step {job.steps_before}",
             dir=str(job.out),
             config=dict(job.settings),
             settings=settings,
@@ -238,9 +238,9 @@ class MLflow:
         self._client = tracking.MlflowClient()
         experiment = self._client.get_experiment_by_name(wish)
         number = experiment.experiment_id if experiment else self._client.create_experiment(wish)
-        tags = {"zero_mpi.run": os.path.abspath(job.out), "zero_mpi.from_step": str(job.done)}
+        tags = {"zero_mpi.run": os.path.abspath(job.out), "zero_mpi.from_step": str(job.steps_before)}
         run = self._client.create_run(number, run_name=job.out.name, tags=tags)
-        self._id, self._metrics, self._handed_over = run.info.run_id, list[Any](), 0.0
+        self._id, self._metrics, self._batch_time = run.info.run_id, list[Any](), 0.0
         self._queue: SimpleQueue[list[Any]] = SimpleQueue()
         self._failure: Exception | None = None
         self._sender = threading.Thread(target=self._send, name="zero_mpi mlflow", daemon=True)
@@ -257,13 +257,13 @@ class MLflow:
             raise self._failure
         now, metric = int(time.time() * 1000), self._entities.Metric
         self._metrics += [metric(tag, value, now, record["step"]) for tag, value in numbers(record)]
-        if time.monotonic() - self._handed_over >= EVERY_SECONDS:
+        if time.monotonic() - self._batch_time >= EVERY_SECONDS:
             self._hand_over()
 
     def _hand_over(self) -> None:
         if self._metrics:
             self._queue.put(self._metrics)
-        self._metrics, self._handed_over = [], time.monotonic()
+        self._metrics, self._batch_time = [], time.monotonic()
 
     def _send(self) -> None:
         try:

@@ -99,11 +99,11 @@ class Timeline:
         spans.stop()
         now, comm = time.perf_counter(), self.comm
         begin, end = self._clock, clock_offset(comm)
-        drift, clock_error = (end.ahead - begin.ahead) / (end.at - begin.at), max(begin.wrong, end.wrong)
+        drift, clock_error = (end.lead - begin.lead) / (end.at - begin.at), max(begin.error, end.error)
 
         def correct(seconds: float) -> float:
             """Convert a time of this rank to the clock of rank 0."""
-            return seconds - begin.ahead - drift * (seconds - begin.at)
+            return seconds - begin.lead - drift * (seconds - begin.at)
 
         events = [
             event._replace(begun=correct(event.begun), ended=correct(event.ended))

@@ -23,7 +23,7 @@ from typing import Any
 
 from zero_mpi.comm.agree import run_on_all
 from zero_mpi.comm.base import Comm
-from zero_mpi.comm.gpu.exchanges import MPI, Exchange, GpuStreams, arrived, as_message, overlapped, passed
+from zero_mpi.comm.gpu.exchanges import MPI, Exchange, GpuStreams, arrival, as_message, completion, overlap
 from zero_mpi.comm.kinds import (
     AWARE_CHUNK,
     AWARE_DEPTH,
@@ -38,7 +38,7 @@ from zero_mpi.comm.kinds import (
     staged_chunk,
 )
 from zero_mpi.comm.partition import Partition
-from zero_mpi.comm.transfer import Running, borrowed
+from zero_mpi.comm.transfer import Running, loan
 from zero_mpi.device import Done
 from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array
@@ -99,18 +99,18 @@ class CudaAwareBackend(Backend):
             self._one(exchange, next(tags), number % self.depth, marks)
             for number, exchange in enumerate(exchanges)
         )
-        yield from overlapped(steps, self.depth)
+        yield from overlap(steps, self.depth)
         for mark in marks.values():  # the next reduction reuses the buffers
-            yield passed(mark)
+            yield completion(mark)
 
     def _one(self, exchange: Exchange, tag: int, slot: int, marks: dict[int, Any]) -> Running:
         if slot in marks:
-            yield passed(marks.pop(slot))
+            yield completion(marks.pop(slot))
         self.streams.adopt()
         requests = [self._comm.Irecv(as_message(buffer), source, tag) for buffer, source in exchange.receives]
         for chunk, targets in exchange.sends:
             requests += [self._comm.Isend(as_message(chunk), target, tag) for target in targets]
-        yield arrived(self.streams.adopt, requests)
+        yield arrival(self.streams.adopt, requests)
         if exchange.then is not None:
             exchange.then()
             marks[slot] = self.streams.mark()
@@ -161,15 +161,15 @@ class StagedBackend(Backend):
         def new() -> list[PinnedBuffers]:
             return [PinnedBuffers(self.streams, self.chunk_bytes * self._others) for _ in range(self.depth)]
 
-        with borrowed(self._rings, new) as ring:
+        with loan(self._rings, new) as ring:
             steps = (
                 self._one(exchange, next(tags), ring[number % self.depth])
                 for number, exchange in enumerate(exchanges)
             )
-            yield from overlapped(steps, self.depth)
+            yield from overlap(steps, self.depth)
 
     def _one(self, exchange: Exchange, tag: int, stage: PinnedBuffers) -> Running:
-        yield passed(stage.free)
+        yield completion(stage.free)
         sends = []  # (chunk to send, in pinned memory; rank that receives it)
         buffers = cut(stage.down, [chunk for chunk, _ in exchange.sends])
         for (chunk, targets), pinned in zip(exchange.sends, buffers, strict=True):
@@ -179,9 +179,9 @@ class StagedBackend(Backend):
         buffers = cut(stage.up, [buffer for buffer, _ in exchange.receives])
         receives = list(zip(exchange.receives, buffers, strict=True))
         requests = [self._comm.Irecv(as_message(pinned), source, tag) for (_, source), pinned in receives]
-        yield passed(fetched)
+        yield completion(fetched)
         requests += [self._comm.Isend(as_message(pinned), target, tag) for pinned, target in sends]
-        yield arrived(self.streams.adopt, requests)
+        yield arrival(self.streams.adopt, requests)
         for (buffer, _), pinned in receives:
             self.streams.bring(buffer, pinned)
         stage.free = self.streams.mark()

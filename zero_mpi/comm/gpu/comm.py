@@ -18,12 +18,12 @@ import numpy as np
 
 from zero_mpi.comm.base import Comm, Handle, ReduceScatter
 from zero_mpi.comm.gpu.backends import Backend
-from zero_mpi.comm.gpu.exchanges import MPI, Exchange, GpuStreams, Tickets, passed
+from zero_mpi.comm.gpu.exchanges import MPI, Exchange, GpuStreams, Tickets, completion
 from zero_mpi.comm.kinds import TRANSFERS
 from zero_mpi.comm.mpi import TAGS, MPIComm
 from zero_mpi.comm.partition import Partition, others
 from zero_mpi.comm.topology import node_communicator
-from zero_mpi.comm.transfer import Running, borrowed
+from zero_mpi.comm.transfer import Running, loan
 from zero_mpi.comm.wrapper import CommWrapper, ProgressingHandle, ProgressingWrapper
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
@@ -105,8 +105,6 @@ class DeviceComm(ProgressingWrapper):
     def about(self) -> str:
         return self._about
 
-    # ------------------------------------------------------------------------------------ transfers
-
     def _start(self, running: TaggedTransfer, number: int, result: Result, kind: str, label: str) -> Handle:
         """Start a transfer of `number` exchanges; all ranks pass the same number."""
         first, self._tag = self._tag, self._tag + number
@@ -130,13 +128,11 @@ class DeviceComm(ProgressingWrapper):
         finally:
             tickets.end(turn)
         if self.backend.in_order:  # wait for the other ranks here, so that the wait is named and supervised
-            yield passed(result.mark)
+            yield completion(result.mark)
 
     def _starts(self, partition: Partition, array: Array, *, summed: bool) -> range:
         """Return the offsets in a slice at which the chunks of the exchanges begin."""
         return range(0, max(partition.counts), self.backend.largest(array.itemsize, summed=summed))
-
-    # -------------------------------------------------------------------------------------- gathers
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         if on_host(full):
@@ -164,23 +160,21 @@ class DeviceComm(ProgressingWrapper):
                 receives=[(chunk, rank) for chunk, rank in chunks if chunk.size],
             )
 
-    # ----------------------------------------------------------------------------------- reductions
-
-    def _reduce(self, asked: ReduceScatter) -> Handle:
-        full, names = asked.full, ("reduce_scatter", asked.label)
+    def _reduce(self, call: ReduceScatter) -> Handle:
+        full, names = call.full, ("reduce_scatter", call.label)
         if on_host(full):
-            return super()._reduce(asked)
-        if self.rank < asked.contributors or not self.exact:
-            self.meter.sent_bytes += asked.partition.outside(self.rank) * full.itemsize
-        result = Result(full, asked.out)
+            return super()._reduce(call)
+        if self.rank < call.contributors or not self.exact:
+            self.meter.sent_bytes += call.partition.outside(self.rank) * full.itemsize
+        result = Result(full, call.out)
         if not self.exact:
-            return self._begin(self._alone, self._in_library(asked), result, *names)
-        starts = self._starts(asked.partition, full, summed=True)
-        return self._start(partial(self._exact_sums, asked, starts), len(starts), result, *names)
+            return self._begin(self._alone, self._in_library(call), result, *names)
+        starts = self._starts(call.partition, full, summed=True)
+        return self._start(partial(self._exact_sums, call, starts), len(starts), result, *names)
 
-    def _exact_sums(self, asked: ReduceScatter, starts: range, tags: Iterator[int]) -> Running:
+    def _exact_sums(self, call: ReduceScatter, starts: range, tags: Iterator[int]) -> Running:
         """Run exchanges that send a chunk of each slice to its owner, which adds all ranks' chunks."""
-        full, partition = asked.full, asked.partition
+        full, partition = call.full, call.partition
 
         def new() -> list[Array]:  # for each exchange in flight, space for a chunk of every other rank
             length = (self.size - 1) * starts.step
@@ -188,34 +182,34 @@ class DeviceComm(ProgressingWrapper):
 
         def exchange(start: int, buffer: Array) -> Exchange:
             step, part = starts.step, partition.span(self.rank, start, starts.step)
-            length, contributes = part.stop - part.start, self.rank < asked.contributors
+            length, contributes = part.stop - part.start, self.rank < call.contributors
             chunks = {
                 rank: buffer[(rank - (rank > self.rank)) * step :][:length]
                 for rank in reversed(self._others)
-                if length and rank < asked.contributors
+                if length and rank < call.contributors
             }
             sends = [(full[partition.span(rank, start, step)], [rank]) for rank in self._others]
             parts = chunks | ({self.rank: full[part]} if contributes else {})
             ordered = [parts[rank] for rank in sorted(parts)]
-            add = partial(self.streams.add, asked.out[start : start + length], ordered, asked.accumulate)
+            add = partial(self.streams.add, call.out[start : start + length], ordered, call.accumulate)
             return Exchange(
                 sends=[chunk for chunk in sends if chunk[0].size] if contributes else [],
                 receives=[(chunk, rank) for rank, chunk in chunks.items()],
                 then=add if length else None,
             )
 
-        with borrowed(self._buffers[full.dtype], new) as buffers:
+        with loan(self._buffers[full.dtype], new) as buffers:
             exchanges = (exchange(start, buffers[n % len(buffers)]) for n, start in enumerate(starts))
             yield from self.backend.run(exchanges, tags)
 
-    def _in_library(self, asked: ReduceScatter) -> Running:
+    def _in_library(self, call: ReduceScatter) -> Running:
         """Reduce by a call of the library: one reduction at a time, in the same order on all ranks."""
-        full, out, partition = asked.full, asked.out, asked.partition
-        if not asked.accumulate:
+        full, out, partition = call.full, call.out, call.partition
+        if not call.accumulate:
             self.backend.sum_slices(full, out, partition)
             return
         make = partial(self.streams.empty, out.size, out.dtype)
-        with borrowed(self._arrivals[out.size], make) as buffer:
+        with loan(self._arrivals[out.size], make) as buffer:
             self.backend.sum_slices(full, buffer, partition)
             self.streams.add(out, [buffer], True)
             yield from self._added()
@@ -234,10 +228,10 @@ class DeviceComm(ProgressingWrapper):
         partition = Partition(array.size, self.size, ALIGNED)
         sums = self._starts(partition, array, summed=True)
         gathers = self._starts(partition, array, summed=False)
-        asked = ReduceScatter(array, array[partition.part(self.rank)], partition, self.size, accumulate=False)
+        call = ReduceScatter(array, array[partition.part(self.rank)], partition, self.size, accumulate=False)
 
         def running(tags: Iterator[int]) -> Running:
-            yield from self._exact_sums(asked, sums, tags)
+            yield from self._exact_sums(call, sums, tags)
             yield from self._added()
             yield from self.backend.run(self._gathers(None, array, partition, gathers), tags)
 
@@ -246,7 +240,7 @@ class DeviceComm(ProgressingWrapper):
     def _added(self) -> Running:
         """Wait for launched sums, unless later work of the backend runs on the same stream, after them."""
         if not self.backend.in_order:
-            yield passed(self.streams.mark())
+            yield completion(self.streams.mark())
 
     def broadcast(self, array: Array, root: int = 0, label: str = "") -> Handle:
         if on_host(array):
@@ -262,8 +256,6 @@ class DeviceComm(ProgressingWrapper):
         )
         running = partial(self.backend.run, exchanges)
         return self._start(running, len(starts), Result(array), "broadcast", label)
-
-    # ---------------------------------------------------------------------------------- everything else
 
     def background(self) -> Comm:
         return DeviceAdoptingWrapper(self._inner.background(), self.streams)

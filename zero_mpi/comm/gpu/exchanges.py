@@ -2,7 +2,7 @@
 
 `comm` describes the chunks to send, and their targets, as `Exchange`s. A backend decides how to send them:
 directly from device memory, through pinned memory, or by NCCL. MPI backends run each exchange as a separate
-generator. `overlapped` runs these generators concurrently: while one copies, another sends by MPI.
+generator. `overlap` runs these generators concurrently: while one copies, another sends by MPI.
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ def as_message(chunk: Array) -> list[Any]:
     return [chunk.view(np.uint8), MPI.BYTE]
 
 
-def passed(mark: Any) -> Callable[[], bool]:
+def completion(mark: Any) -> Callable[[], bool]:
     return lambda: bool(mark.done)
 
 
-def arrived(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool]:
+def arrival(adopt: Callable[[], None], requests: list[Any]) -> Callable[[], bool]:
     """Return a function that tests whether requests are complete; a call may copy device memory."""
 
     def are_complete() -> bool:
@@ -152,7 +152,7 @@ class RunningExchange:
             self.done = True
 
 
-def overlapped(runs: Iterable[Running], depth: int) -> Running:
+def overlap(runs: Iterable[Running], depth: int) -> Running:
     """Run up to `depth` generators at a time; when the oldest ends, the next one begins."""
     queue = iter(runs)
     active = deque(map(RunningExchange, islice(queue, depth)))

@@ -63,10 +63,10 @@ def choose(flag: str, ranks: int, exact: bool) -> tuple[Comm, str]:
         comm, answer = try_out(make(kinds.GPU_MPI, exact), answer)
     if comm is None and candidates:
         raise UsageError(
-            f"--transport mpi: with --device cuda it needs a CUDA-aware MPI ({answer.why}); use --transport "
-            "auto or staged; see zero-mpi doctor"
+            f"--transport mpi: with --device cuda it needs a CUDA-aware MPI ({answer.reason}); use "
+            "--transport auto or staged; see zero-mpi doctor"
         )
-    return comm or make(kinds.STAGED, exact), answer.why
+    return comm or make(kinds.STAGED, exact), answer.reason
 
 
 def make(kind: Transport, exact: bool) -> DeviceComm:
@@ -107,7 +107,7 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
     if all(comm.allgather_object(bool((gpu.to_host(full) == values).all()))):
         return comm, answer
     comm.close()
-    return None, replace(answer, yes=False, why=f"{answer.why}, but ranks received wrong bytes")
+    return None, replace(answer, yes=False, reason=f"{answer.reason}, but ranks received wrong bytes")
 
 
 # --------------------------------------------------------------------------- what the library can do
@@ -115,10 +115,10 @@ def try_out(comm: DeviceComm, answer: Answer) -> tuple[DeviceComm | None, Answer
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to whether device memory may be passed to MPI (`yes`), and the source of the answer (`why`)."""
+    """Answer whether device memory may be passed to MPI (`yes`), and the source of the answer (`reason`)."""
 
     yes: bool
-    why: str
+    reason: str
 
 
 def find_answer(
@@ -130,7 +130,9 @@ def find_answer(
     node = node_communicator(world)
     answer = claim(world, environ)
     if answer.yes and node.Get_rank() == 0:
-        answer = Answer(True, f"{answer.why}, and exclusive GPUs") if alone() else probe_says(answer, command)
+        answer = (
+            Answer(True, f"{answer.reason}, and exclusive GPUs") if alone() else probe_says(answer, command)
+        )
     node.Free()
     answers: list[Answer] = world.allgather(answer)
     return next((reply for reply in answers if not reply.yes), answers[0])
@@ -199,6 +201,6 @@ def probe_says(answer: Answer, command: Sequence[str] = PROBE) -> Answer:
     lines, end = run_probe(command)
     facts = [json.loads(line) for line in lines]
     if facts and facts[-1].get("takes_memory"):
-        return Answer(True, f"{answer.why}, and {facts[-1]['mpi']}")
+        return Answer(True, f"{answer.reason}, and {facts[-1]['mpi']}")
     problem = next((entry[key] for entry in reversed(facts) for key in ("mpi", "error") if key in entry), end)
-    return Answer(False, f"{answer.why}, but {problem}")
+    return Answer(False, f"{answer.reason}, but {problem}")

@@ -107,12 +107,12 @@ class NodesComm(ProgressingWrapper):
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:
         place = address(full)
-        releases = [pool.lent_after[place] for pool in self._pools if place in pool.lent_after]
-        if not releases or shard is None:
+        pool = next((pool for pool in self._pools if place in pool.lent_after), None)
+        if pool is None or shard is None:
             return super().allgather(shard, full, partition, label)
         self.meter.sent_bytes += shard.nbytes * (self.topology.nodes - 1)
         number, self._started = self._started, self._started + 1
-        running = self._gather(number, releases[0], shard, full, partition)
+        running = self._gather(number, pool.lent_after[place], shard, full, partition)
         return self.wrapped(self._flat.start(running, "allgather", label))
 
     def _gather(self, number: int, releases: int, shard: Array, full: Array, partition: Partition) -> Running:
@@ -131,10 +131,10 @@ class NodesComm(ProgressingWrapper):
         self._gathered += 1  # last, because from now on another thread may run the next gather
         yield lambda: counters.all_reached(GATHERED, number + 1)
 
-    def _reduce(self, asked: ReduceScatter) -> Handle:
-        if self._memory.find(asked.full)[0] is None:
-            return super()._reduce(asked)
-        return self._sums.start(self, asked, replicated=False)
+    def _reduce(self, call: ReduceScatter) -> Handle:
+        if self._memory.find(call.full)[0] is None:
+            return super()._reduce(call)
+        return self._sums.start(self, call, replicated=False)
 
     def close(self) -> None:
         if self._owners is not None:

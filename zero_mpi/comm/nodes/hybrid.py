@@ -12,25 +12,24 @@ from zero_mpi.errors import UsageError
 
 
 class ShardGroup(SharingWrapper):
-    """Transport of a node's ranks. A reduction needs `contributors`, which counts ranks of the whole job."""
+    """Transport of a node's ranks. A reduction needs `contributors`, which counts ranks of the whole job.
+
+    Its `close` does not free the memory and the communicators of `sums`; their creator frees them.
+    """
 
     def __init__(self, flat: Messages, sums: NodeSums) -> None:
         super().__init__(Messages(sums.node, threaded=False), sums.topology.ranks_per_node, sums.memory)
         self.meter = self._inner.meter = flat.meter
         self.kind = MPI if sums.memory is None else NODES
         self.exact = True  # also with --reduction fast
-        self._flat, self._sums = flat, sums
+        self._flat, self.sums = flat, sums
 
     def progress(self) -> None:
         self._flat.progress()
         self._inner.progress()
 
-    def _reduce(self, asked: ReduceScatter) -> Handle:
-        return self._sums.start(self, asked, replicated=True)
-
-    def close(self) -> None:
-        """Free the node's communicators. The object that created the shared memory frees it."""
-        self._inner.close()
+    def _reduce(self, call: ReduceScatter) -> Handle:
+        return self.sums.start(self, call, replicated=True)
 
 
 class MPIComm(Messages):
@@ -44,20 +43,21 @@ class MPIComm(Messages):
         Raise UsageError unless the nodes have equally many, consecutive ranks.
         """
         if self._owners is None:
-            world = self._control
-            node = node_communicator(world)
-            topology = find_topology(world, node)
+            node = node_communicator(self._control)
+            topology = find_topology(self._control, node)
             if topology.problem:
                 node.Free()
-            if topology.problem and topology.nodes > 1:
-                raise UsageError(f"--strategy hybrid-shard: {topology.problem}; use full-shard")
-            self._owners = self
-            if topology.nodes > 1:
-                lane = world.Split(topology.local, topology.node)
+                if topology.nodes > 1:
+                    raise UsageError(f"--strategy hybrid-shard: {topology.problem}; use full-shard")
+                self._owners = self
+            else:
+                lane = self._control.Split(topology.local, topology.node)
                 self._owners = ShardGroup(self, NodeSums(self, topology, lane, node, None))
         return self._owners
 
     def close(self) -> None:
-        if self._owners not in (None, self):
+        if isinstance(self._owners, ShardGroup):
             self._owners.close()
+            self._owners.sums.lane.Free()
+            self._owners.sums.node.Free()
         super().close()

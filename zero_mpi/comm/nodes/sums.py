@@ -26,7 +26,7 @@ from zero_mpi.comm.partition import Partition, others
 from zero_mpi.comm.shared.memory import NodeMemory, SharedGradientPool
 from zero_mpi.comm.start_mpi import mpi_type
 from zero_mpi.comm.topology import Topology
-from zero_mpi.comm.transfer import Running, borrowed
+from zero_mpi.comm.transfer import Running, loan
 from zero_mpi.comm.wrapper import ProgressingWrapper
 from zero_mpi.device.arrays import empty
 from zero_mpi.device.ordered_sum import ordered_sum
@@ -61,14 +61,14 @@ class Sum:
     """
 
     number: int
-    asked: ReduceScatter
+    call: ReduceScatter
     replicated: bool
     items: list[Item]  # items that this rank's lane sums, in order
     last: int  # last node with a rank that contributes
-    added: int = 0  # number of chunks that this rank has added
+    chunks: int = 0  # number of chunks that this rank has added
     lends: bool = False  # whether this rank has started to send the old sums in `out`, if node 0 needs them
-    lent: dict[int, Any] = field(default_factory=dict)  # item -> request that sends `out` to node 0
-    done: list[str] = field(default_factory=list)  # finished parts of this rank's work
+    loans: dict[int, Any] = field(default_factory=dict)  # item -> request that sends `out` to node 0
+    finished: list[str] = field(default_factory=list)  # finished parts of this rank's work
 
     def tag(self, kind: int) -> int:
         return kind + 4 * (self.number % TAGS)
@@ -92,20 +92,20 @@ class NodeSums:
         self._settled = 0  # number of reductions in which this rank's work is done
         self._buffers: dict[Any, list[list[Array]]] = defaultdict(list)  # dtype -> free buffers for sums
 
-    def start(self, comm: ProgressingWrapper, asked: ReduceScatter, *, replicated: bool) -> Handle:
+    def start(self, comm: ProgressingWrapper, call: ReduceScatter, *, replicated: bool) -> Handle:
         """Start a reduction of `comm`, whose waits advance it; see `Sum`. Collective."""
         number, self._started = self._started, self._started + 1
         if self.memory is not None and number >= ENTRIES:  # reuses an entry of the table
             counters, earlier = self.memory.counters, number - ENTRIES
-            comm.wait_until(lambda: counters.all_reached(SUMMED, earlier + 1), "reduce_scatter", asked.label)
-        items = self._items(asked.partition, replicated, self.topology.local)
-        last = (asked.contributors - 1) // self.topology.ranks_per_node
-        total = Sum(number, asked, replicated, items, last)
-        self.flat.meter.sent_bytes += self._given(total)
+            comm.wait_until(lambda: counters.all_reached(SUMMED, earlier + 1), "reduce_scatter", call.label)
+        items = self._items(call.partition, replicated, self.topology.local)
+        last = (call.contributors - 1) // self.topology.ranks_per_node
+        total = Sum(number, call, replicated, items, last)
+        self.flat.meter.sent_bytes += self._bytes_sent(total)
         source = self._source(total)
         runs = [self._collect(total, source), self._carry(total, source)]
         runs += [self._settle(total, self.memory)] if self.memory else [self._give(total)]
-        names = "reduce_scatter", asked.label
+        names = "reduce_scatter", call.label
         record = self.flat.meter.transfer(*names)
         return comm.wrapped(AllOf([self.flat.start(run, *names, record) for run in runs], *names))
 
@@ -121,7 +121,7 @@ class NodeSums:
             for start in range(part.start, part.stop, self.chunk)
         ]
 
-    def _given(self, total: Sum) -> int:
+    def _bytes_sent(self, total: Sum) -> int:
         """Return the bytes that this rank sends to other nodes and passes to other ranks of its node."""
         node, last = self.topology.node, total.last
         length = sum(item.length for item in total.items)
@@ -129,18 +129,18 @@ class NodeSums:
         if total.replicated:
             outer = length * ((node < last) + len(self._neighbours(node)) - (node != last))
         else:
-            outer = share if total.asked.accumulate and node else 0
-            outer += length if node < last else length - share if node == last else 0
-        inner = total.asked.partition.length - length if self.topology.rank < total.asked.contributors else 0
-        return outer * int(total.asked.out.itemsize) + inner * int(total.asked.full.itemsize)
+            outer = length * (node <= last) - share * (node == last)
+            outer += share if total.call.accumulate and node else 0
+        inner = total.call.partition.length - length if self.topology.rank < total.call.contributors else 0
+        return outer * int(total.call.out.itemsize) + inner * int(total.call.full.itemsize)
 
     def _source(self, total: Sum) -> Source:
         """Announce where this rank's gradient is; return an object that reads the node's gradients."""
         node = self.topology.members[self.topology.node]
-        givers = [local for local, rank in enumerate(node) if rank < total.asked.contributors]
+        givers = [local for local, rank in enumerate(node) if rank < total.call.contributors]
         if self.memory is None:
             return GradientsByMessages(self.node, self.topology.local, givers, total, self.chunk)
-        pool, offset = self.memory.find(total.asked.full)
+        pool, offset = self.memory.find(total.call.full)
         assert pool is not None, "a gradient must be in a slot if memory is shared"
         self.memory.counters.note(total.number, offset)
         self.memory.counters.raise_to(POSTED, total.number + 1)
@@ -151,7 +151,7 @@ class NodeSums:
 
         When all ranks of the node have announced it, slots are free and shared sums are complete.
         """
-        yield lambda: self._settled == total.number and len(total.done) == 2
+        yield lambda: self._settled == total.number and len(total.finished) == 2
         memory.counters.raise_to(SUMMED, total.number + 1)
         self._settled += 1  # last, because from now on another thread may run the next reduction
         yield lambda: memory.counters.all_reached(SUMMED, total.number + 1)
@@ -159,10 +159,10 @@ class NodeSums:
     def _give(self, total: Sum) -> Running:
         """Send parts of this rank's gradient to the ranks of its node whose lanes sum these parts."""
         requests: list[Any] = []
-        if self.topology.rank < total.asked.contributors:
+        if self.topology.rank < total.call.contributors:
             for local in others(self.topology.local, self.topology.ranks_per_node):
-                for item in self._items(total.asked.partition, total.replicated, local):
-                    message = [total.asked.full[item.span], mpi_type(total.asked.full)]
+                for item in self._items(total.call.partition, total.replicated, local):
+                    message = [total.call.full[item.span], mpi_type(total.call.full)]
                     requests.append(self.node.Isend(message, local, total.number % TAGS))
         yield requests
 
@@ -178,8 +178,8 @@ class NodeSums:
     def _out(self, total: Sum, item: Item) -> Array:
         """Return the part of this rank's slice that an item covers."""
         number = self.topology.local if total.replicated else self.topology.rank
-        first = total.asked.partition.bounds[number]
-        return total.asked.out[item.start - first : item.stop - first]
+        first = total.call.partition.bounds[number]
+        return total.call.out[item.start - first : item.stop - first]
 
     # ------------------------------------------------------------------------------------------ forward
 
@@ -188,12 +188,12 @@ class NodeSums:
         if self.topology.node <= total.last:
             yield source.ready
             yield lambda: total.lends
-            dtype = total.asked.out.dtype
-            with borrowed(
+            dtype = total.call.out.dtype
+            with loan(
                 self._buffers[dtype], lambda: [empty(self.chunk, dtype) for _ in range(CHAIN_DEPTH)]
             ) as slots:
                 yield from self._add_and_pass_on(total, source, slots)
-        total.done.append("carried")
+        total.finished.append("carried")
 
     def _add_and_pass_on(self, total: Sum, source: Source, slots: list[Array]) -> Running:
         items = total.items
@@ -210,9 +210,9 @@ class NodeSums:
                 slot = oldest % CHAIN_DEPTH
                 self._add(total, source, items[oldest], slots[slot], slot)
                 if self.topology.node == total.last:
-                    yield [total.lent[oldest]] if oldest in total.lent else []
+                    yield [total.loans[oldest]] if oldest in total.loans else []
                 sends[slot] = self._pass_on(total, items[oldest], slots[slot])
-                total.added += 1
+                total.chunks += 1
         yield [request for requests in sends for request in requests]
 
     def _post(self, total: Sum, source: Source, item: Item, slot: Array, number: int) -> list[Any]:
@@ -227,14 +227,14 @@ class NodeSums:
         """Return the node from which this node receives the sum so far, or None."""
         if self.topology.node:
             return self.topology.node - 1
-        return item.home if total.asked.accumulate and item.home else None
+        return item.home if total.call.accumulate and item.home else None
 
     def _add(self, total: Sum, source: Source, item: Item, slot: Array, number: int) -> None:
         target, parts = slot[: item.length], source.parts(item.span, number)
         is_head = self._comes_from(total, item) is None
-        if is_head and total.asked.accumulate:
+        if is_head and total.call.accumulate:
             np.copyto(target, self._out(total, item))
-        ordered_sum(target, parts, accumulate=total.asked.accumulate or not is_head)
+        ordered_sum(target, parts, accumulate=total.call.accumulate or not is_head)
 
     def _pass_on(self, total: Sum, item: Item, slot: Array) -> list[Any]:
         """Send the sum to the next node, or from the last node to the owner."""
@@ -258,9 +258,9 @@ class NodeSums:
         yield source.ready
         node, last, items = self.topology.node, total.last, total.items
         numbers = [number for number, item in enumerate(items) if item.home in (None, node)]
-        if total.asked.accumulate and not total.replicated and node:
+        if total.call.accumulate and not total.replicated and node:
             for number in numbers:
-                total.lent[number] = self._send(self._out(total, items[number]), 0, START, total)
+                total.loans[number] = self._send(self._out(total, items[number]), 0, START, total)
         total.lends = True
         if node != last:
             sender = last if not total.replicated else node + 1 if node < last else node - 1
@@ -274,14 +274,14 @@ class NodeSums:
                 yield [request]
                 sends += [self._send(self._out(total, items[number]), peer, TOTAL, total) for peer in targets]
             yield sends
-        total.done.append("collected")
+        total.finished.append("collected")
 
     def _may_be_written(self, total: Sum, number: int) -> Any:
         """Return a condition for receiving into `out`: its old content has been sent or added."""
-        if number in total.lent:
-            return [total.lent[number]]
-        if total.asked.accumulate and self.topology.node == 0:
-            return lambda: total.added > number
+        if number in total.loans:
+            return [total.loans[number]]
+        if total.call.accumulate and self.topology.node == 0:
+            return lambda: total.chunks > number
         return []
 
 
@@ -300,7 +300,7 @@ class GradientsInSharedMemory:
 
     def parts(self, span: slice, slot: int) -> list[Array]:
         """Return elements `span` of the unit from each contributing rank of the node, in rank order."""
-        entry, full = self.total.number, self.total.asked.full
+        entry, full = self.total.number, self.total.call.full
         return [self.pool.of_rank(rank, self.counters.noted(rank, entry), full, span) for rank in self.givers]
 
 
@@ -316,11 +316,11 @@ class GradientsByMessages:
 
     def _buffer(self, number: int, rank: int, span: slice) -> Array:
         if (number, rank) not in self.buffers:
-            self.buffers[number, rank] = empty(self.chunk, self.total.asked.full.dtype)
+            self.buffers[number, rank] = empty(self.chunk, self.total.call.full.dtype)
         return self.buffers[number, rank][: span.stop - span.start]
 
     def post(self, span: slice, slot: int) -> list[Any]:
-        kind, tag = mpi_type(self.total.asked.full), self.total.number % TAGS
+        kind, tag = mpi_type(self.total.call.full), self.total.number % TAGS
         return [
             self.node.Irecv([self._buffer(slot, rank, span), kind], rank, tag)
             for rank in self.givers
@@ -328,7 +328,7 @@ class GradientsByMessages:
         ]
 
     def parts(self, span: slice, slot: int) -> list[Array]:
-        part = self.total.asked.full[span]
+        part = self.total.call.full[span]
         return [part if rank == self.local else self._buffer(slot, rank, span) for rank in self.givers]
 
 

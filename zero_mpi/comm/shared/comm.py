@@ -43,7 +43,7 @@ class Reduction(Handle):
     comm: SharedComm
     number: int
     pool: SharedGradientPool
-    asked: ReduceScatter
+    call: ReduceScatter
     record: Record | None  # record of the collective for the timeline
     kind = "reduce_scatter"
 
@@ -52,19 +52,19 @@ class Reduction(Handle):
         return self.comm.is_complete(self.number)
 
     def wait(self) -> None:
-        self.comm.wait_until(lambda: self.comm.is_complete(self.number), self.kind, self.asked.label)
+        self.comm.wait_until(lambda: self.comm.is_complete(self.number), self.kind, self.call.label)
         self.comm.note_ends()
 
     def add(self) -> None:
         """Add this rank's slice of the announced gradients; all ranks must have announced theirs."""
-        asked, span = self.asked, self.asked.partition.part(self.comm.rank)
+        call, span = self.call, self.call.partition.part(self.comm.rank)
         parts = [
-            self.pool.of_rank(rank, self.comm.counters.noted(rank, self.number), asked.full, span)
-            for rank in range(asked.contributors)
+            self.pool.of_rank(rank, self.comm.counters.noted(rank, self.number), call.full, span)
+            for rank in range(call.contributors)
         ]
         for start in range(0, span.stop - span.start, SUM_CHUNK):
             chunk = slice(start, start + SUM_CHUNK)
-            ordered_sum(asked.out[chunk], [part[chunk] for part in parts], asked.accumulate)
+            ordered_sum(call.out[chunk], [part[chunk] for part in parts], call.accumulate)
 
 
 class OverMPI(ProgressingHandle):
@@ -157,17 +157,17 @@ class SharedComm(SharingWrapper):
     def about(self) -> str:
         return f"shared, {self.shared_bytes / 2**20:.1f} MiB of the node's shared memory"
 
-    def _reduce(self, asked: ReduceScatter) -> Handle:
-        pool, offset = self._memory.find(asked.full)
+    def _reduce(self, call: ReduceScatter) -> Handle:
+        pool, offset = self._memory.find(call.full)
         if pool is None:
-            return super()._reduce(asked)
-        if self.rank < asked.contributors:
-            self.meter.sent_bytes += asked.partition.outside(self.rank) * asked.full.itemsize
+            return super()._reduce(call)
+        if self.rank < call.contributors:
+            self.meter.sent_bytes += call.partition.outside(self.rank) * call.full.itemsize
         number, self._started = self._started, self._started + 1
         if number >= ENTRIES:  # reuses an entry of the table
             self.wait_until(lambda: self.is_complete(number - ENTRIES), "reduce_scatter", "an earlier round")
-        record = self.meter.transfer("reduce_scatter", asked.label)
-        reduction = Reduction(self, number, pool, asked, record)
+        record = self.meter.transfer("reduce_scatter", call.label)
+        reduction = Reduction(self, number, pool, call, record)
         self.due.append(reduction)
         if record is not None:
             self._recorded.append(reduction)

@@ -52,9 +52,6 @@ class NodesApart(NoSharedMemory):
     """Error: the transport does not suit the number of nodes or the ranks on them."""
 
 
-# ---------------------------------------------------------------------------------------------- windows
-
-
 class Window:
     """Window of `nbytes` bytes of shared memory. Collective; raises NoSharedMemory on all ranks if it fails.
 
@@ -75,7 +72,7 @@ class Window:
         skip = -memory.ctypes.data % ALIGNMENT
         problem = "" if node.allgather(skip) == [skip] * node.Get_size() else "ranks align memory differently"
         problem = problem or populate(memory[skip:], ranges)
-        self._kept: Array | None = memory[skip : skip + nbytes]
+        self._memory: Array | None = memory[skip : skip + nbytes]
         self._root = weakref.ref(memory)  # every array made from the window keeps this object alive
         del memory, shared
         try:
@@ -86,8 +83,8 @@ class Window:
 
     def hand_over(self) -> Array:
         """Return the memory as a flat byte array; arrays made from it keep the window in use."""
-        assert self._kept is not None, "the memory of a window can be handed over only once"
-        memory, self._kept = self._kept, None
+        assert self._memory is not None, "the memory of a window can be handed over only once"
+        memory, self._memory = self._memory, None
         return memory
 
     @property
@@ -100,7 +97,7 @@ class Window:
 
     def free(self) -> None:
         """Unmap the memory. Collective; no array may use the window any more."""
-        self._kept = None
+        self._memory = None
         assert not self.in_use, "arrays still use the window"
         self._window.Unlock_all()
         self._window.Free()
@@ -146,9 +143,6 @@ def populate(memory: Array, ranges: Iterable[Range]) -> str:
     return ""
 
 
-# --------------------------------------------------------------------------------------------- counters
-
-
 class Counters:
     """Counters (POSTED, SUMMED, WRITTEN, ...) and a table of numbers for each rank.
 
@@ -162,7 +156,9 @@ class Counters:
         self._words = memoryview(self._window.hand_over()).cast("q")
         for word in range(self._first, self._first + WORDS):
             self._words[word] = 0
-        self._seen = dict.fromkeys(range(POSTED, TABLE, 8), 0)  # counter -> value that all ranks have reached
+        self._least = dict.fromkeys(
+            range(POSTED, TABLE, 8), 0
+        )  # counter -> value that all ranks have reached
         self._window.fence()
         node.Barrier()
 
@@ -173,13 +169,13 @@ class Counters:
 
     def all_reached(self, counter: int, value: int) -> bool:
         """Return whether every rank's counter is at least `value`; the announced data may then be read."""
-        if self._seen[counter] >= value:
+        if self._least[counter] >= value:
             return True
         for word in range(counter, self._ranks * WORDS, WORDS):
             if self._words[word] < value:
                 return False
         self._window.fence()
-        self._seen[counter] = value
+        self._least[counter] = value
         return True
 
     def note(self, entry: int, value: int) -> None:
@@ -197,9 +193,6 @@ class Counters:
     @property
     def nbytes(self) -> int:
         return self._window.nbytes
-
-
-# ---------------------------------------------------------------------------------------------- buffers
 
 
 class SharedGradientPool(BufferPool):
@@ -252,7 +245,7 @@ class NodeMemory:
         self.rank, self.size = node.Get_rank(), node.Get_size()
         self._windows: list[Window] = []
         self._pools: weakref.WeakSet[SharedGradientPool] = weakref.WeakSet()
-        self._prepared: tuple[Request, Allotment] | None = None
+        self._reserve: tuple[Request, Allotment] | None = None
         self._writes = 0  # number of signals by this rank
         try:
             self.counters = Counters(node)
@@ -261,7 +254,7 @@ class NodeMemory:
             raise
         try:
             if full or buffers:
-                self._prepared = (tuple(full), tuple(buffers)), self._allot(full, buffers)
+                self._reserve = (tuple(full), tuple(buffers)), self._allot(full, buffers)
         except NoSharedMemory:
             self.close()
             raise
@@ -271,7 +264,7 @@ class NodeMemory:
 
         Partitions are over the ranks of the node. Collective; raises NoSharedMemory on all ranks if it fails.
         """
-        prepared, self._prepared = self._prepared, None
+        prepared, self._reserve = self._reserve, None
         if prepared is not None and prepared[0] == (tuple(full), tuple(buffers)):
             return prepared[1]
         prepared = None
@@ -333,7 +326,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Free all windows except those with arrays in use, which stay until the process ends."""
-        self._prepared = None
+        self._reserve = None
         self._free_unused()
         self.counters.close()
         self.node.Free()

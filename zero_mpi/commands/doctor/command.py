@@ -90,9 +90,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     rows = list[Row]()
     try:
         job = find_ranks(world, options)
-        job.figures.update(
-            ranks=job.world.size, nodes=len(job.nodes), ranks_per_node=max(map(len, job.nodes))
-        )
+        job.figures.update(ranks=world.size, nodes=len(job.nodes), ranks_per_node=max(map(len, job.nodes)))
         for name, check in CHECKS:
             watchdog.beat(name)
             for row in check(job):

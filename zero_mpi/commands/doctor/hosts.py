@@ -20,7 +20,7 @@ from typing import Any
 from zero_mpi import environment, ops
 from zero_mpi.cli.text import FEW, few, plural, ranges, ranks, size, span
 from zero_mpi.comm.gpu.probe import PROBE, PROBE_SECONDS, run_probe
-from zero_mpi.commands.doctor.ranks import BAD, NOTE, Ranks, Row, assessed
+from zero_mpi.commands.doctor.ranks import BAD, NOTE, Ranks, Row, judgement
 from zero_mpi.environment.limits import Limits, read_limits
 from zero_mpi.launch.consistency import installation, split_into
 from zero_mpi.launch.dev_shm import PLACE, WITH_UCX
@@ -62,12 +62,12 @@ def versions(job: Ranks) -> list[Row]:
 
 def version(name: str, values: list[str]) -> Row:
     """Return the row that compares the ranks' values for one name."""
-    first, others = values[0], dict[str, list[int]]()
+    members_by_value = dict[str, list[int]]()
     for rank, value in enumerate(values):
-        if value != first:
-            others.setdefault(value, []).append(rank)
+        members_by_value.setdefault(value, []).append(rank)
+    first, *others = members_by_value
     if others:
-        text = ", ".join(few([f"{value} on {ranks(members)}" for value, members in others.items()]))
+        text = ", ".join(few([f"{value} on {ranks(members_by_value[value])}" for value in others]))
         remedy = "install the same versions on all hosts, and start all ranks from one environment"
         if name == "BLAS":
             remedy = "use identical hosts, or set the same OPENBLAS_CORETYPE on all ranks"
@@ -135,6 +135,10 @@ class NodePlacement:
     def is_crowded(self) -> bool:
         return len(self.ranks) > self.usable
 
+    @property
+    def free(self) -> int:
+        return self.usable - sum(rank.threads for rank in self.placements)
+
 
 def cores(job: Ranks) -> list[Row]:
     """Check the hosts, cores and threads of all ranks. Collective."""
@@ -180,12 +184,12 @@ def binding(nodes: list[NodePlacement]) -> Row:
             if len(members) > len(cores) and not node.is_crowded
         ]
     value = f"{', '.join(few(shared))} while other cores are free" if shared else "no rank shares a core"
-    return assessed("binding", value, not shared, BIND)
+    return judgement("binding", value, not shared, BIND)
 
 
 def threads(nodes: list[NodePlacement]) -> Row:
     """Return the row on hosts whose ranks have too many threads for the cores, or leave cores idle."""
-    value, idle = f"{span(rank.threads for node in nodes for rank in node.placements)} for each rank", ""
+    value = f"{span(rank.threads for node in nodes for rank in node.placements)} for each rank"
     for node in nodes:
         most = min([max(1, node.usable // len(node.ranks)), *(len(rank.cores) for rank in node.placements)])
         if max(rank.threads for rank in node.placements) > most:
@@ -195,11 +199,12 @@ def threads(nodes: list[NodePlacement]) -> Row:
             remedy = f"unset {' '.join(names)}" if names else "do not set the number of threads"
             value += f", but {cores}: up to 10 times slower"
             return Row("threads", value, NOTE, f"{remedy}, or train with --threads {most}")
-        free = node.usable - sum(rank.threads for rank in node.placements)
-        if free > 0 and not idle:
-            idle = f"; {free} of {plural(node.usable, 'core')} of {node.name} idle"
+    idle = next((node for node in nodes if node.free > 0), None)
+    if idle is None:
+        return Row("threads", value)
+    value += f"; {idle.free} of {plural(idle.usable, 'core')} of {idle.name} idle"
     advice = "start more ranks, or train with --threads auto (last bits differ from those of one thread)"
-    return assessed("threads", value + idle, not idle, advice)
+    return Row("threads", value, NOTE, advice)
 
 
 # ----------------------------------------------------------------------------------------- load, limits
@@ -241,7 +246,7 @@ def limit_rows(limits: list[Limits], job: Ranks) -> list[Row]:
     overhead = size(programs(most) + most * WITH_UCX)
     value = f"{size(share)} for each rank{limit}; Python, libraries and MPI need {overhead} per host"
     remedy = "request more from the batch system (Slurm: --mem), or start fewer ranks per host"
-    memory = assessed("memory", value, share >= LEAST_MEMORY, remedy)
+    memory = judgement("memory", value, share >= LEAST_MEMORY, remedy)
     return [
         memory,
         *[row for host, name in job.named(limits) for row in harm(host, name, job.world.size)][:FEW],
@@ -308,14 +313,14 @@ def shared_rows(free: list[int], problems: list[str], job: Ranks) -> list[Row]:
     hosts = zip(free, map(len, job.nodes), job.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0] / host[1])
     value = f"{size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"
-    memory = assessed("shared memory", value, least >= SMALL, MORE_SHM)
+    memory = judgement("shared memory", value, least >= SMALL, MORE_SHM)
     broken = [f"{name}: {text}" for text, name in job.named(problems) if text]
     value = "created, written and read by all ranks of each host"
     if broken:
         value = f"{'; '.join(few(broken))}: a run would use messages"
     elif job.node_comm is None:
         value = "not tried: one process without MPI"
-    return [memory, assessed("shared window", value, not broken, MORE_SHM)]
+    return [memory, judgement("shared window", value, not broken, MORE_SHM)]
 
 
 # -------------------------------------------------------------------------------------------------- CUDA
@@ -364,8 +369,8 @@ def device_rows(devices: list[Devices], names: tuple[str, ...]) -> list[Row]:
             cupy, aware = f"{name}: {host.cupy or 'not installed'}", "" if host.takes_memory else "no, "
             rows += [
                 Row("CUDA", f"{name}: {kinds}, driver for CUDA {host.driver}"),
-                assessed("CuPy", cupy, bool(host.cupy), "pip install 'zero-mpi[cuda12]' (or cuda13)"),
-                assessed("CUDA-aware MPI", f"{name}: {aware}{host.mpi}", host.takes_memory, STAGED),
+                judgement("CuPy", cupy, bool(host.cupy), "pip install 'zero-mpi[cuda12]' (or cuda13)"),
+                judgement("CUDA-aware MPI", f"{name}: {aware}{host.mpi}", host.takes_memory, STAGED),
             ]
     if len({len(host.names) for host in devices}) > 1:
         text = f"hosts differ: {', '.join(counts)}"

@@ -22,7 +22,7 @@ import numpy as np
 from zero_mpi import ops
 from zero_mpi.checkpoint import folders
 from zero_mpi.cli.text import few, seconds, size
-from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, assessed
+from zero_mpi.commands.doctor.ranks import BAD, Ranks, Row, judgement
 from zero_mpi.files.file_systems import UNKNOWN, FileSystem, file_system
 from zero_mpi.launch.ending import say
 from zero_mpi.ops.low_precision import BFLOAT16
@@ -50,7 +50,7 @@ NAME_IT = (
 
 @dataclass
 class Trial:
-    """Results of rank 0's test. `problem`: why saving fails; `made`: created folders to remove."""
+    """Results of rank 0's test. `problem`: why saving fails; `new_folders`: created folders to remove."""
 
     system: FileSystem = UNKNOWN
     free: int = 0
@@ -58,19 +58,19 @@ class Trial:
     synced: float = 0.0  # seconds until `written` bytes were on disk
     problem: str = ""
     folder: Path | None = None
-    made: list[Path] = field(default_factory=list)
+    new_folders: list[Path] = field(default_factory=list)
 
 
 def run_folder(job: Ranks) -> list[Row]:
     """Test the run folder on all hosts and return rows on it. Collective."""
     out = Path(job.options.out)
     trial: Trial = job.world.comm.broadcast_object(try_folder(out) if job.world.rank == 0 else None)
-    checks = job.of_nodes(lambda: bool(trial.problem) or sees(trial.folder))
+    checks = job.of_nodes(lambda: trial.folder is None or bool(trial.problem) or sees(trial.folder))
     if job.world.rank == 0:
         if trial.folder is not None:
             shutil.rmtree(trial.folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # a folder stays if another program has put files there
-            for folder in trial.made:
+            for folder in trial.new_folders:
                 folder.rmdir()
     return list(folder_rows(out, trial, [name for ok, name in job.named(checks) if not ok]))
 
@@ -79,7 +79,7 @@ def try_folder(out: Path) -> Trial:
     """Test the run folder on rank 0 and return the results. The caller removes the test folder."""
     trial = Trial()
     try:
-        trial.made += [folder for folder in (out, *out.parents) if not folder.exists()]
+        trial.new_folders += [folder for folder in (out, *out.parents) if not folder.exists()]
         out.mkdir(parents=True, exist_ok=True)
         trial.system, trial.free = file_system(out), shutil.disk_usage(out).free
         folder = out / f".doctor-{os.getpid()}-{time.time_ns()}"
@@ -106,16 +106,15 @@ def try_folder(out: Path) -> Trial:
     return trial
 
 
-def sees(trial: Path | None) -> bool:
+def sees(folder: Path) -> bool:
     """Return whether this host sees rank 0's checkpoint within PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
-    while trial is not None:
+    while True:
         with contextlib.suppress(OSError):
-            return (trial / folders.LATEST / folders.MODEL).read_text() == "second"
+            return (folder / folders.LATEST / folders.MODEL).read_text() == "second"
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL)
-    return True
 
 
 def folder_rows(out: Path, trial: Trial, blind: list[str]) -> Iterator[Row]:
@@ -130,16 +129,16 @@ def folder_rows(out: Path, trial: Trial, blind: list[str]) -> Iterator[Row]:
     remedy = "free some space: a checkpoint takes 12 bytes per parameter, and a run keeps 3 (--keep)"
     if not trial.system.is_lasting:
         remedy = "this folder is in the host's memory and is lost at a restart: use one on disk, --out DIR"
-    yield assessed("run folder", value, trial.free >= LITTLE and trial.system.is_lasting, remedy)
+    yield judgement("run folder", value, trial.free >= LITTLE and trial.system.is_lasting, remedy)
     rate = trial.written / max(trial.synced, 1e-9)
     value = f"{size(trial.written)} written to disk in {seconds(trial.synced)}, {size(rate)}/s"
     remedy = "train with --async-save, save less often, or use a faster file system"
-    yield assessed("disk", value, rate >= SLOW, remedy)
+    yield judgement("disk", value, rate >= SLOW, remedy)
     value = "each host sees a checkpoint of rank 0"
     if blind:
         value = f"{', '.join(few(blind))} cannot see files that rank 0 writes to {out}"
     common = "use a file system that all hosts mount at the same path: --out DIR"
-    yield assessed("seen by all hosts", value, not blind, common, BAD)
+    yield judgement("seen by all hosts", value, not blind, common, BAD)
 
 
 # ----------------------------------------------------------------------------------------------- products
@@ -186,7 +185,7 @@ def rate_rows(rates: list[float], job: Ranks) -> Iterator[Row]:
     if slow:
         value = f"{', '.join(few(slow))}: all ranks wait for the slowest host"
     remedy = "exclude it from the job, or check it for other programs (top), heat and a lower clock"
-    yield assessed("uneven hosts", value, not slow, remedy)
+    yield judgement("uneven hosts", value, not slow, remedy)
 
 
 def gigaflops(flops: float) -> str:
@@ -198,8 +197,7 @@ def low_precision(job: Ranks) -> Iterator[Row]:
     """Measure bfloat16 products on all ranks at once and compare them with float32. Collective."""
     library, reason = ops.products(BFLOAT16)
     job.comm.barrier()
-    seconds = PRODUCTS[job.options.quick]
-    rates = job.gather(rate(seconds, square_product(BFLOAT16)) if library else 0.0)
+    rates = job.gather(rate(PRODUCTS[job.options.quick], square_product(BFLOAT16)) if library else 0.0)
     median = job.figures["bf16_flops_per_second_per_rank"] = statistics.median(rates)
     value = f"--precision bf16 would be slower than fp32: {reason or 'some ranks have no library'}"
     if min(rates):
@@ -255,9 +253,8 @@ def seconds_of(job: Ranks, ring: Sequence[int], nbytes: int) -> float:
         return time.perf_counter() - start
 
     once()  # the first call opens connections
-    budget = MESSAGES[job.options.quick]
-    repeats = min(MOST, max(FEWEST, int(budget / max(*job.gather(once()), 1e-9))))
-    times = job.gather([once() for _ in range(repeats)])
+    repeats = int(MESSAGES[job.options.quick] / max(*job.gather(once()), 1e-9))
+    times = job.gather([once() for _ in range(min(MOST, max(FEWEST, repeats)))])
     return float(statistics.median(max(repeat) for repeat in zip(*times, strict=True)))
 
 
@@ -268,4 +265,4 @@ def text_of(link: dict[str, float]) -> str:
 
 def network(link: dict[str, float]) -> Row:
     fine = link["alpha_seconds"] < LATE and link["beta_seconds_per_byte"] * SLOW_LINK <= 1
-    return assessed("network", f"{text_of(link)} per node", fine, NAME_IT)
+    return judgement("network", f"{text_of(link)} per node", fine, NAME_IT)

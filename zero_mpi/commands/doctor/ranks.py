@@ -32,7 +32,7 @@ class Row:
         assert (self.verdict == OK) == (not self.remedy), f"{self.what}: expected a remedy unless ok"
 
 
-def assessed(name: str, value: str, fine: bool, remedy: str, fault: str = NOTE) -> Row:
+def judgement(name: str, value: str, fine: bool, remedy: str, fault: str = NOTE) -> Row:
     return Row(name, value) if fine else Row(name, value, fault, remedy)
 
 

@@ -59,12 +59,12 @@ def hellaswag(v: Any) -> Question:
     return Question(texts[:1], texts[1:], v["label"])
 
 
-def labelled(context: str, v: Any) -> Question:
+def labelled_question(context: str, v: Any) -> Question:
     """Return a question whose answers have labels, as in ARC."""
     return Question([context], v["choices"]["text"], v["choices"]["label"].index(v["answerKey"].strip()))
 
 
-def lettered(question: str, answers: Sequence[str], right: int, front: str = "") -> Question:
+def lettered_question(question: str, answers: Sequence[str], right: int, front: str = "") -> Question:
     """Return a question that lists its answers and asks for the letter of the right answer."""
     lines = ["\n" + letter + ". " + text for letter, text in zip(LETTERS, answers, strict=False)]
     return Question(["".join([question, *lines, "\nAnswer:"])], LETTERS[: len(answers)], right, front=front)
@@ -72,7 +72,7 @@ def lettered(question: str, answers: Sequence[str], right: int, front: str = "")
 
 def mmlu(v: Any) -> Question:
     front = ABOUT + v["subject"].replace("_", " ") + ".\n\n" if "subject" in v else ""
-    return lettered(v["question"].strip(), v["choices"], v["answer"], front)
+    return lettered_question(v["question"].strip(), v["choices"], v["answer"], front)
 
 
 def boolq(v: Any) -> Question:
@@ -94,11 +94,11 @@ def lambada(v: Any) -> Question:
 
 FORMS: dict[str, Callable[[Any], Question]] = {  # fields of a line -> function; the first match is used
     "ctx endings label": hellaswag,
-    "question_stem choices answerKey": lambda v: labelled(v["question_stem"], v),
-    "question question_concept choices answerKey": lambda v: lettered(
-        "Question: " + v["question"].strip(), v["choices"]["text"], labelled("", v).right
+    "question_stem choices answerKey": lambda v: labelled_question(v["question_stem"], v),
+    "question question_concept choices answerKey": lambda v: lettered_question(
+        "Question: " + v["question"].strip(), v["choices"]["text"], labelled_question("", v).right
     ),
-    "question choices answerKey": lambda v: labelled(prompt_of(v["question"]), v),
+    "question choices answerKey": lambda v: labelled_question(prompt_of(v["question"]), v),
     "question choices answer": mmlu,
     "question support distractor1 distractor2 distractor3 correct_answer": lambda v: Question(
         [prompt_of(v["question"], v["support"].lstrip() + "\n")],
@@ -133,7 +133,7 @@ def flat(value: dict[str, Any]) -> dict[str, Any]:
     return {**{k: v for k, v in value.items() if k != "question"}, **question, **stem, "choices": table}
 
 
-def published(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
+def published_form(line: int, value: dict[str, Any], name: str = "", delimiter: str = " ") -> Question | None:
     """Return the question of a line in a published form, else None. Raise ValueError for invalid fields.
 
     If the fields fit several forms, the file's `name` decides. `delimiter` precedes answers in CORE.
@@ -161,15 +161,16 @@ def with_shots(questions: Sequence[Question], shots: int) -> list[Question]:
     """Return the questions, each after `shots` solved questions drawn from the file, as in CORE."""
     if not 0 <= shots < max(1, len(questions)):
         raise UsageError(f"--shots {shots}: expected fewer than the {len(questions)} questions of the file")
-    order, copies = [*range(len(questions))], [*questions]
-    shots_of = [f"{q.contexts[q.right % len(q.contexts)]}{q.answers[q.right]}\n\n" for q in questions]
+    solved = [f"{q.contexts[q.right % len(q.contexts)]}{q.answers[q.right]}\n\n" for q in questions]
+    order, fronts = [*range(len(questions))], dict[int, str]()
     Random(1337).shuffle(order)
     for number, place in enumerate(order):
-        sample = Random(1234 + number).sample(range(len(order) - 1), shots)
-        front = "".join(shots_of[order[other + (other >= number)]] for other in sample)
-        front = copies[place].front + front
-        copies[place] = copies[place]._replace(contexts=[front + each for each in copies[place].contexts])
-    return copies
+        sample = Random(1234 + number).sample(range(len(order) - 1), shots)  # the question itself is skipped
+        fronts[place] = "".join(solved[order[other + (other >= number)]] for other in sample)
+    return [
+        question._replace(contexts=[question.front + fronts[place] + each for each in question.contexts])
+        for place, question in enumerate(questions)
+    ]
 
 
 Ids = NDArray[np.int64]
@@ -213,7 +214,7 @@ def one_choice(name: str, delimiter: str, line: int, value: Any) -> Question:
     if not isinstance(value, dict):
         raise ValueError(f"{EXPECTED}, found {quoted(value)}")
     value = flat(value)
-    if (choice := published(line, value, name, delimiter)) is not None:
+    if (choice := published_form(line, value, name, delimiter)) is not None:
         return choice
     names = [name for name in QUESTION if name in value]
     if len(names) != 1:
@@ -285,20 +286,24 @@ def rows_of(
     arrays = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts, special=True)]
     arrays = [ids if ids[:1].tolist() == first else np.append(first, ids).astype(np.int64) for ids in arrays]
     rows, prompts = arrays[: len(question.answers)], arrays[len(question.answers) :]
+    if question.span == TEXT:
+        yield from windows_of(np.append(edge, rows[0]).astype(np.int64), context)
+        return
     prefix = in_common(rows) if question.span == DIFFERING else 0
     suffix = in_common([ids[::-1] for ids in rows]) if question.span == COMMON else 0
     for ids, prompt in zip(rows, cycle(prompts), strict=False):
         start = prefix or (len(ids) - suffix if suffix else in_common([ids, prompt]))
-        if question.span == TEXT:  # windows overlap, but each token is scored once
+        if not start and ids[:1].tolist() != edge:
             ids = np.append(edge, ids).astype(np.int64)
-            for place in range(1, len(ids), context):
-                end = min(place + context, len(ids))
-                begin = max(0, end - context - 1)
-                yield ids[begin:end], place - begin
-        elif start or ids[:1].tolist() == edge:
-            yield ids, max(1, start)
-        else:
-            yield np.append(edge, ids).astype(np.int64), 1
+        yield ids, max(1, start)
+
+
+def windows_of(ids: Ids, context: int) -> Iterator[tuple[Ids, int]]:
+    """Yield overlapping windows, in each of which the ids from an index on are scored; all but the first."""
+    for place in range(1, len(ids), context):
+        end = min(place + context, len(ids))
+        begin = max(0, end - context - 1)
+        yield ids[begin:end], place - begin
 
 
 def in_common(rows: Sequence[Ids]) -> int:

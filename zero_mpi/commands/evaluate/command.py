@@ -14,8 +14,8 @@ from zero_mpi.commands.evaluate import measure as measuring
 from zero_mpi.commands.evaluate.choices import GREEDY, LAST, EncodedChoices, encode_choices
 from zero_mpi.commands.evaluate.scores import Figures, choice_figures, differences, lines, text_figures
 from zero_mpi.commands.evaluate.task import (
-    Evaluated,
-    Opened,
+    Candidate,
+    OpenInputs,
     Task,
     cautions,
     make_parser,
@@ -56,7 +56,7 @@ class EvaluationData:
     choices: EncodedChoices | None
 
 
-def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
+def gather_data(world: World, task: Task, opened: OpenInputs) -> EvaluationData:
     """Return the data on all ranks. Raise UsageError on all ranks if reading fails. Collective."""
     windows, text, tokens = None, dict[str, Any](), np.zeros(0, np.int64)
 
@@ -87,7 +87,7 @@ def gather_data(world: World, task: Task, opened: Opened) -> EvaluationData:
     return EvaluationData(windows, text, tokens, answers, choices)
 
 
-def read_text(task: Task, opened: Opened, beat: Beat) -> Corpus:
+def read_text(task: Task, opened: OpenInputs, beat: Beat) -> Corpus:
     """Return the tokens of --data. Raise UsageError if the data does not fit the other flags."""
     config = opened.config
     Windows(np.zeros(0, np.int64), config.context, task.stride)
@@ -114,7 +114,7 @@ def cut_up(part: Part, context: int, stride: int | None) -> Cut:
     return PackedWindows(part.stream, context, packs=False)
 
 
-def about(cut: Cut, windows: measuring.WindowSet, corpus: Corpus, opened: Opened) -> dict[str, Any]:
+def about(cut: Cut, windows: measuring.WindowSet, corpus: Corpus, opened: OpenInputs) -> dict[str, Any]:
     """Return all facts about the text except its number of counted tokens."""
     stride, rest, nbytes, bos = None, 0, None, corpus.parts[0].bos
     if opened.tokenizer is not None:
@@ -147,8 +147,7 @@ def command(world: World, arguments: Sequence[str]) -> int:
     task: Task = world.run_on_all(lambda: read_task(arguments))
     log.install(world.rank, world.size).to_stderr = True  # stdout has only the results
     check(world.comm, task.facts(), SAME_FLAGS)
-    files = ("--json", task.json), ("--imatrix", task.imatrix), ("--top-k-out", task.top_k_out)
-    for flag, path in files:
+    for flag, path in (("--json", task.json), ("--imatrix", task.imatrix), ("--top-k-out", task.top_k_out)):
         if path is not None:
             world.on_root(partial(check_target, flag, path))
     watchdog = Watchdog(world.rank, task.config.timeout, world.kill)
@@ -158,14 +157,14 @@ def command(world: World, arguments: Sequence[str]) -> int:
         watchdog.stop()
     world.on_root(lambda: write(lines(figures)))
     if task.json is not None:
-        world.on_root(lambda: write_json("--json", task.json or "", figures))
+        world.on_root(partial(write_json, "--json", task.json, figures))
     return 0
 
 
 def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     """Return the results of all models, on all ranks. Raise UsageError if an input is invalid. Collective."""
     watchdog.beat("opening the models")
-    opened: Opened = same(world.comm, partial(open_models, task, world.node.rank), SAME_FILES)
+    opened: OpenInputs = same(world.comm, partial(open_models, task, world.node.rank), SAME_FILES)
     watchdog.beat("reading the text")
     dataset = gather_data(world, task, opened)
     watchdog.beat("trying the operations")
@@ -174,34 +173,42 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
     notes += map(log.Caution, cautions(task, opened))
     for note in notes if world.rank == 0 else ():
         log.log_note(note)
-    sets = [found for found in (dataset.windows, *dataset.answers) if found is not None]
-    models, first = [], opened.candidates[0]
-    importance = None if task.imatrix is None else measuring.Importance(first.model, world.comm)
+    sets = [each for each in (dataset.windows, *dataset.answers) if each is not None]
+    models, text, first = [], dataset.text, opened.candidates[0].model
+    importance = None if task.imatrix is None else measuring.Importance(first, world.comm)
     for subject, matrix in zip(opened.candidates, (importance, None), strict=False):
         losses = measuring.measure(world, opened.config, subject, sets, watchdog, matrix)
         models.append(figures_of(task, subject, dataset, losses))
-    found = joined(dataset, models)
-    text = dataset.text
+    figures = joint_figures(dataset, models)
     if importance is not None and task.imatrix is not None:
         totals, texts = importance.totals(), [shown(path) for path in task.config.data]
         arguments = task.imatrix, totals, texts, text["windows"], text["context"]
         world.on_root(lambda: write_importance(*arguments))
     if task.kl and dataset.windows is not None:
         operands = opened.candidates, dataset.windows, text["tokens"]
-        found["divergence"] = measuring.divergence(world, opened.config, *operands, watchdog)
-    if task.top_k_out is not None and dataset.windows is not None:
-        vocab = first.model.vocab_size
-        if task.top_k > vocab:
-            raise UsageError(f"--top-k {task.top_k}: the model has only {vocab} tokens")
-        facts = text["tokens_of_the_text"], vocab, text["sha256"], fingerprint(opened.tokenizer)
-        teacher = TeacherFile(task.top_k, float(task.temperature), *facts)
-        with measuring.opened_module(world, opened.config, first, watchdog) as module:
-            measuring.write_top_k(world, module, dataset.windows, task.top_k_out, teacher)
-            del module
-    return found
+        figures["divergence"] = measuring.divergence(world, opened.config, *operands, watchdog)
+    write_teacher(world, task, opened, dataset, watchdog)
+    return figures
 
 
-def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: list[Array]) -> Figures:
+def write_teacher(
+    world: World, task: Task, opened: OpenInputs, dataset: EvaluationData, watchdog: Watchdog
+) -> None:
+    """Write the file of --top-k-out, if it is set. Raise UsageError if --top-k is too large. Collective."""
+    if task.top_k_out is None or dataset.windows is None:
+        return
+    first, text = opened.candidates[0], dataset.text
+    vocab = first.model.vocab_size
+    if task.top_k > vocab:
+        raise UsageError(f"--top-k {task.top_k}: the model has only {vocab} tokens")
+    facts = text["tokens_of_the_text"], vocab, text["sha256"], fingerprint(opened.tokenizer)
+    teacher = TeacherFile(task.top_k, float(task.temperature), *facts)
+    with measuring.opened_module(world, opened.config, first, watchdog) as module:
+        measuring.write_top_k(world, module, dataset.windows, task.top_k_out, teacher)
+        del module
+
+
+def figures_of(task: Task, subject: Candidate, dataset: EvaluationData, losses: list[Array]) -> Figures:
     """Return the results of one model. `losses` has an array for the windows, then arrays for the answers."""
     figures: Figures = {
         "model": subject.title,
@@ -217,7 +224,7 @@ def figures_of(task: Task, subject: Evaluated, dataset: EvaluationData, losses: 
     return figures
 
 
-def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
+def joint_figures(dataset: EvaluationData, models: list[Figures]) -> Figures:
     """Return the facts about the data, the results of each model, and the difference between two models."""
     figures: Figures = {}
     if dataset.windows is not None:
@@ -228,8 +235,8 @@ def joined(dataset: EvaluationData, models: list[Figures]) -> Figures:
             "answers": len(choices.sequences),
             "right": choices.right,
             "cut": choices.cut,
-            "answer_tokens": measuring.grouped(choices.tokens, choices.counts),
-            "answer_bytes": measuring.grouped(choices.nbytes, choices.counts),
+            "answer_tokens": measuring.groups_of(choices.tokens, choices.counts),
+            "answer_bytes": measuring.groups_of(choices.nbytes, choices.counts),
         }
     figures["models"] = models
     if len(models) > 1:

@@ -22,7 +22,7 @@ from zero_mpi.checkpoint.state import finite
 from zero_mpi.comm import Comm
 from zero_mpi.comm.partition import dealt_out as partitioned
 from zero_mpi.commands.evaluate.choices import EncodedChoices
-from zero_mpi.commands.evaluate.task import Evaluated
+from zero_mpi.commands.evaluate.task import Candidate
 from zero_mpi.config.settings import Config
 from zero_mpi.data import EvalLoader, Windows
 from zero_mpi.data.packing import PackedWindows
@@ -44,7 +44,7 @@ from zero_mpi.telemetry.progress_bar import watched
 from zero_mpi.train.setup import choose_transport, layout_config
 
 ROWS = 64  # rows of logits that are compared at a time
-Parted = tuple[Any, PartLosses, int]  # inputs; targets in parts; index of the micro-batch's first part
+MicroBatch = tuple[Any, PartLosses, int]  # inputs; targets in parts; index of the micro-batch's first part
 FIGURES = 3  # number of sums per window: divergence, squared changes of probability, equal top tokens
 
 
@@ -59,7 +59,7 @@ class WindowSet:
         self._windows, self._loader = windows, EvalLoader(windows, micro_batch, most)
         self.count, self.micro_batches = len(self._loader.chosen), self._loader.micro_batches
 
-    def micro(self, i: int) -> Parted:
+    def micro(self, i: int) -> MicroBatch:
         """Return micro-batch i, with one part per window."""
         first = i * self._loader.micro_batch
         batch = self._loader.micro(i)
@@ -87,7 +87,7 @@ class AnswerSet:
         self.count = len(choices.sequences)
         self.micro_batches = -(-self.count // micro_batch)
 
-    def micro(self, i: int) -> Parted:
+    def micro(self, i: int) -> MicroBatch:
         """Return micro-batch i, with one part per answer."""
         span = slice(i * self._micro_batch, (i + 1) * self._micro_batch)
         rows, starts = self._choices.sequences[span], self._choices.starts[span]
@@ -111,7 +111,7 @@ def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.array(sums, np.int64)
 
 
-def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
+def groups_of(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
     """Split `values` into one list per question; `counts` has the lengths of the lists."""
     ends = np.cumsum(counts).tolist()
     return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
@@ -119,7 +119,7 @@ def grouped(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]
 
 @contextmanager
 def opened_module(
-    world: World, config: Config, subject: Evaluated, watchdog: Watchdog
+    world: World, config: Config, subject: Candidate, watchdog: Watchdog
 ) -> Iterator[ShardedModule]:
     """Yield a sharded model with its weights, then free it. Raise UsageError for bad weights. Collective."""
     watchdog.beat(f"reading {subject.name}")
@@ -139,7 +139,7 @@ def opened_module(
 def measure(
     world: World,
     config: Config,
-    subject: Evaluated,
+    subject: Candidate,
     sets: Sequence[WindowSet | AnswerSet],
     watchdog: Watchdog,
     importance: Importance | None = None,
@@ -176,7 +176,7 @@ def losses_of(
     hidden = module.comm.rank > 0 or not watched()
     with tqdm(total=sequences.micro_batches, desc=name, leave=False, disable=hidden) as bar:
 
-        def read(number: int) -> Parted:
+        def read(number: int) -> MicroBatch:
             watchdog.beat(f"micro-batch {number} of {sequences.micro_batches} of {name}")
             bar.update(min(module.comm.size, sequences.micro_batches - number))
             return sequences.micro(number)
@@ -195,7 +195,7 @@ def losses_of(
 def divergence(
     world: World,
     config: Config,
-    candidates: Sequence[Evaluated],
+    candidates: Sequence[Candidate],
     windows: WindowSet,
     tokens: int,
     watchdog: Watchdog,
@@ -208,7 +208,7 @@ def divergence(
         (x, batch, first), to_host = windows.micro(number), device.in_use().to_host
         logits, reference = (np.array(to_host(each.forward(x, training=False))) for each in modules)
         for place, part in enumerate(batch.parts, first):
-            figures = compared(logits[part], reference[part], np.asarray(batch.targets)[part])
+            figures = differences_of(logits[part], reference[part], np.asarray(batch.targets)[part])
             sums[FIGURES * place : FIGURES * (place + 1)] = figures
 
     def idle() -> None:
@@ -228,7 +228,7 @@ def divergence(
     return {"kl": kl, "rms_change": float(np.sqrt(squares)), "same_top": equal}
 
 
-def compared(logits: Array, reference: Array, targets: Array) -> Array:
+def differences_of(logits: Array, reference: Array, targets: Array) -> Array:
     """Return the sums (FIGURES,) over a window's positions, from logits (T, V) of a model and a reference."""
     total = np.zeros(FIGURES)
     for start in range(0, len(targets), ROWS):
@@ -351,14 +351,14 @@ def write_top_k(
     remaining: list[int] = world.run_on_root(start)
 
     def compute(number: int, losses: Array) -> None:
-        x, places = windows.micro(remaining[number])[0], windows.places(remaining[number])
+        x, places = windows.micro(remaining[number])[0], windows.places(remaining[number]).reshape(-1)
         module.losses(x, top)
+        cells = np.flatnonzero(places >= 0)
+        breaks = np.flatnonzero((np.diff(cells) != 1) | (np.diff(places[cells]) != 1)) + 1
         with writing(), part.open("r+b") as file:
-            for row, positions in enumerate(places):
-                cells = np.flatnonzero(positions >= 0)
-                for run in np.split(cells, np.flatnonzero(np.diff(cells) != 1) + 1) if cells.size else ():
-                    data = top.records[row * positions.size + run].tobytes()
-                    os.pwrite(file.fileno(), data, HEAD + int(positions[run[0]]) * teacher.record.itemsize)
+            for run in np.split(cells, breaks) if cells.size else ():
+                offset = HEAD + int(places[run[0]]) * teacher.record.itemsize
+                os.pwrite(file.fileno(), top.records[run].tobytes(), offset)
 
     if remaining:
         dealt_out(module, len(remaining), 1, compute)

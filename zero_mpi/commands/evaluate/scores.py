@@ -12,13 +12,14 @@ import numpy as np
 
 from zero_mpi.cli.text import plural
 from zero_mpi.commands.evaluate.choices import CORE, TEXT, EncodedChoices
-from zero_mpi.commands.evaluate.measure import grouped
+from zero_mpi.commands.evaluate.measure import groups_of
 from zero_mpi.device.types import Array
 from zero_mpi.files.foreign import shown
 from zero_mpi.sharding.rounds import ordered_total
 
 BY = ("log_likelihood", "per_token", "per_byte")  # scores by which answers are compared
 ACC = ("acc", "acc_norm", "acc_bytes")  # accuracies as lm-evaluation-harness defines them
+OF_TEXTS = {"loss": 6, "standard_error": 6, "perplexity": 4, "bits_per_byte": 6}  # with decimal places
 OF_TASKS = (*ACC, "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
 Figures = dict[str, Any]
 
@@ -73,7 +74,7 @@ def choice_figures(losses: Array, choices: EncodedChoices, misses: Array | None 
     accuracy           each number in `right` as a fraction of all questions
     log_likelihoods    log-likelihood in nats of each answer of each question
     """
-    likelihoods = grouped((-losses).tolist(), choices.counts)
+    likelihoods = groups_of((-losses).tolist(), choices.counts)
     if choices.span == TEXT:
         texts, nats = [text for text in choices.answers if text], ordered_total(losses)
         words, nbytes = sum(len(re.split(r"\s+", text)) for text in texts), sum(choices.nbytes)
@@ -92,7 +93,7 @@ def choice_figures(losses: Array, choices: EncodedChoices, misses: Array | None 
     }
     right = dict[str, int]()
     for name, divisor in divisors.items():
-        of_questions = grouped((-losses / np.asarray(divisor, np.float64)).tolist(), choices.counts)
+        of_questions = groups_of((-losses / np.asarray(divisor, np.float64)).tolist(), choices.counts)
         first = [scores.index(max(scores)) for scores in of_questions]
         right[name] = sum(chosen == each for chosen, each in zip(first, choices.right, strict=True))
     shares = {name: count / len(choices.counts) for name, count in right.items()}
@@ -114,19 +115,19 @@ def differences(model: Figures, base: Figures, tokens: Array) -> Figures:
     if "text" in model:
         ours, theirs = model["text"], base["text"]
         figures["text"] = {
-            name: subtracted(ours[name], theirs[name]) for name in ("loss", "perplexity", "bits_per_byte")
+            name: minus(ours[name], theirs[name]) for name in ("loss", "perplexity", "bits_per_byte")
         }
         nats = (np.array(ours["window_losses"]) - np.array(theirs["window_losses"])) * tokens
         figures["text"]["standard_error"] = standard_error(nats, tokens)
     if "choices" in model:
         ours, theirs = model["choices"], base["choices"]
-        figures["choices"] = {name: subtracted(ours[name], theirs[name]) for name in OF_TASKS if name in ours}
+        figures["choices"] = {name: minus(ours[name], theirs[name]) for name in OF_TASKS if name in ours}
         for name in ("right", "accuracy") if "right" in ours else ():
             figures["choices"][name] = {score: ours[name][score] - theirs[name][score] for score in BY}
     return figures
 
 
-def subtracted(value: float | None, other: float | None) -> float | None:
+def minus(value: float | None, other: float | None) -> float | None:
     return None if value is None or other is None else value - other
 
 
@@ -138,19 +139,17 @@ TITLES = {"log_likelihood": "log-likelihood", "per_token": "per token", "per_byt
 def lines(figures: Figures) -> Iterator[str]:
     """Yield all lines of the output. Every value in them is also in the --json file."""
     names = [shown(model["model"], 40) for model in figures["models"]]
-    rows = figures["models"] + ([figures[DIFFERENCE]] if DIFFERENCE in figures else [])
-    names += [DIFFERENCE] * (len(rows) - len(names))
     width = max(map(len, (*names, ANSWERS)))
-    for name, model in zip(names, figures["models"], strict=False):
-        yield f"{name:{width}}  {model['arch']}, {model['parameters']:,} parameters, {model['precision']}"
+    results = figures["models"] + ([figures[DIFFERENCE]] if DIFFERENCE in figures else [])
+    rows = [(f"{name:{width}}", row) for name, row in zip([*names, DIFFERENCE], results, strict=False)]
+    for name, model in rows[: len(names)]:
+        yield f"{name}  {model['arch']}, {model['parameters']:,} parameters, {model['precision']}"
     if "text" in figures:
         yield from ("", *about_text(figures["text"]), "")
         yield f"{'':{width}} {'nats/token':>14} {'+-':>10} {'perplexity':>14} {'bits/byte':>12}"
-        for name, text in zip(names, (row["text"] for row in rows), strict=True):
-            yield (
-                f"{name:{width}} {number(text['loss'], 6):>14} {number(text['standard_error'], 6):>10} "
-                f"{number(text['perplexity'], 4):>14} {number(text['bits_per_byte'], 6):>12}"
-            )
+        for name, row in rows:
+            cells = [number(row["text"][key], places) for key, places in OF_TEXTS.items()]
+            yield "{} {:>14} {:>10} {:>14} {:>12}".format(name, *cells)
     if "divergence" in figures:
         stats = figures["divergence"]
         yield (
@@ -163,16 +162,21 @@ def lines(figures: Figures) -> Iterator[str]:
         yield ""
         yield f"{plural(choices['questions'], 'question')} with {plural(choices['answers'], 'answer')}{cut}"
         yield ""
-        if "right" in rows[0]["choices"]:
-            yield f"{ANSWERS:{width}}" + "".join(f" {TITLES[score]:>20}" for score in BY)
-            for name, row in zip(names, rows, strict=True):
-                right, shares = row["choices"]["right"], row["choices"]["accuracy"]
-                cells = [f"{right[score]:,} ({100 * shares[score]:.2f} %)" for score in BY]
-                yield f"{name:{width}} {' '.join(f'{cell:>20}' for cell in cells)}"
-        stats = [name for name in OF_TASKS if name in rows[0]["choices"]]
-        yield f"{'':{width}}" + "".join(f" {stat:>16}" for stat in stats)
-        for name, row in zip(names, rows, strict=True):
-            yield f"{name:{width}}" + "".join(f" {number(row['choices'][stat], 4):>16}" for stat in stats)
+        yield from choice_lines([(name, row["choices"]) for name, row in rows], width)
+
+
+def choice_lines(rows: list[tuple[str, Figures]], width: int) -> Iterator[str]:
+    """Yield the tables of right answers and of accuracies; each row has a name of `width` characters."""
+    _, first = rows[0]
+    if "right" in first:
+        yield f"{ANSWERS:{width}}" + "".join(f" {TITLES[score]:>20}" for score in BY)
+        for name, row in rows:
+            cells = [f"{row['right'][score]:,} ({100 * row['accuracy'][score]:.2f} %)" for score in BY]
+            yield name + "".join(f" {cell:>20}" for cell in cells)
+    stats = [stat for stat in OF_TASKS if stat in first]
+    yield " " * width + "".join(f" {stat:>16}" for stat in stats)
+    for name, row in rows:
+        yield name + "".join(f" {number(row[stat], 4):>16}" for stat in stats)
 
 
 def about_text(text: dict[str, Any]) -> Iterator[str]:
@@ -187,8 +191,7 @@ def about_text(text: dict[str, Any]) -> Iterator[str]:
         + ("" if text["bos"] is None else ", BOS before each window")
         + ("" if text["bytes"] is None else f", {plural(text['bytes'], 'byte')} of text")
     )
-    rest = text["tokens_after_the_last_window"]
-    if rest:
+    if rest := text["tokens_after_the_last_window"]:
         yield f"{plural(rest, 'token')} left out at the end: too few for a window"
 
 

@@ -39,6 +39,12 @@ SETTINGS = {  # settings that evaluate shares with training; a help text if the 
     "device": "", "precision": "", "bits": "", "threads": "", "timeout": "",
 }  # fmt: skip
 FIRST = ("data", "tokenizer")  # these flags come first in --help
+TEXT = "data", "a text: add --data PATH"
+NEEDS = {  # flag -> the flag that it needs, and what to do
+    **dict.fromkeys(("context", "stride", "windows", "imatrix", "top_k_out"), TEXT),
+    **dict.fromkeys(("top_k", "temperature"), ("top_k_out", "a file: add --top-k-out FILE")),
+    **dict.fromkeys(("shots", "delimiter"), ("choices", "questions: add --task FILE")),
+}
 EXAMPLES = """\
 Examples:
 
@@ -100,8 +106,7 @@ def make_parser() -> Parser:
     text = r"text between question and answer in CORE files, e.g. '\nAnswer: ' (default: a space)"
     add("--delimiter", metavar="TEXT", help=text)
     add_settings(parser, {name: SETTINGS[name] for name in FIRST})
-    text = f"tokens per window (default: the model's, at most {MOST_CONTEXT})"
-    add("--context", type=int, help=text)
+    add("--context", type=int, help=f"tokens per window (default: the model's, at most {MOST_CONTEXT})")
     text = "tokens between starts of windows; each token counts once (default: --context)"
     add("--stride", type=int, help=text)
     add("--windows", type=int, help="number of windows, spread over the text (default: all)")
@@ -109,8 +114,7 @@ def make_parser() -> Parser:
     add("--json", metavar="FILE", help="write all results to FILE as JSON")
     text = "compare the models' probabilities on --data (KL divergence, top tokens)"
     add("--kl", action="store_true", help=text)
-    text = "write the importance matrix of the model on --data, for export"
-    add("--imatrix", metavar="FILE", help=text)
+    add("--imatrix", metavar="FILE", help="write the importance matrix of the model on --data, for export")
     text = "write the most likely tokens of each position, for train --teacher"
     add("--top-k-out", metavar="FILE", help=text)
     add("--top-k", type=int, metavar="K", help="tokens per position in --top-k-out (default: 32)")
@@ -128,12 +132,7 @@ def read_task(arguments: Sequence[str]) -> Task:
         raise UsageError("nothing to evaluate on: give --data PATH, --choices FILE or both")
     if "kl" in flags and ("against" not in flags or not config.data):
         raise UsageError("--kl: compares two models on a text: give --against PATH and --data PATH as well")
-    needs = dict.fromkeys(
-        ("context", "stride", "windows", "imatrix", "top_k_out"), ("data", "a text: add --data PATH")
-    )
-    needs |= dict.fromkeys(("top_k", "temperature"), ("top_k_out", "a file: add --top-k-out FILE"))
-    needs |= dict.fromkeys(("shots", "delimiter"), ("choices", "questions: add --task FILE"))
-    for key, (other, need) in needs.items():
+    for key, (other, need) in NEEDS.items():
         if key in flags and not (config.data if other == "data" else other in flags):
             raise UsageError(f"{spelled(key)} {shown(str(flags[key]))}: needs {need}")
     for key, least in {"context": 1, "stride": 1, "windows": 1, "top_k": 1, "temperature": 1e-3}.items():
@@ -151,7 +150,7 @@ LONGEST_NAME = 40  # maximum number of characters of a model's path in a table
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Candidate:
     """Model to evaluate: the paths in the flags, the reader of its weights, and its configuration."""
 
     path: str
@@ -182,16 +181,16 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenInputs:
     """Inputs that every rank opens before it reads large data."""
 
     config: Config  # settings, with `context` set to the length of a window
-    candidates: tuple[Evaluated, ...]  # the model, and the model of --against if given
+    candidates: tuple[Candidate, ...]  # the model, and the model of --against if given
     tokenizer: Tokenizer | None  # of the text; for token files, of the first model (None if unreadable)
     threads: int  # number of threads of this rank
 
 
-def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
+def open_models(task: Task, number: int) -> tuple[OpenInputs, Facts]:
     """Return the inputs that this rank opens, and facts that must be equal on all ranks.
 
     `number`: this rank's index on its node, used if the launcher sets none. Raises UsageError for bad inputs.
@@ -201,7 +200,7 @@ def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
     threads = set_threads(task.config)
     paths = (task.config.init, task.lora), (task.against, None)
     opened = [(path, lora, open_merged(path, lora)) for path, lora in paths if path is not None]
-    candidates = tuple(Evaluated(path, file, inputs.read_model(file), lora) for path, lora, file in opened)
+    candidates = tuple(Candidate(path, file, inputs.read_model(file), lora) for path, lora, file in opened)
     tokenizer = choose_tokenizer(task, candidates[0])
     for base in candidates[1:]:
         check_same_vocabulary(candidates[0], base)
@@ -217,12 +216,11 @@ def open_models(task: Task, number: int) -> tuple[Opened, Facts]:
         if subject.lora is not None:
             adapter = adapter_source(subject.lora, subject.source.metadata)
             facts[f"the adapter of --lora {subject.lora}"] = weights_digest(adapter)
-    return Opened(config, candidates, tokenizer, threads), {
-        name: short_digest(value) for name, value in facts.items()
-    }
+    digests = {name: short_digest(value) for name, value in facts.items()}
+    return OpenInputs(config, candidates, tokenizer, threads), digests
 
 
-def choose_tokenizer(task: Task, subject: Evaluated) -> Tokenizer | None:
+def choose_tokenizer(task: Task, subject: Candidate) -> Tokenizer | None:
     """Return the tokenizer for text and questions; for token files the model's tokenizer, if it can be read.
 
     Raises UsageError if the model and the token files use an id for different tokens.
@@ -239,7 +237,7 @@ def choose_tokenizer(task: Task, subject: Evaluated) -> Tokenizer | None:
     return tokenizer
 
 
-def check_same_vocabulary(subject: Evaluated, base: Evaluated) -> None:
+def check_same_vocabulary(subject: Candidate, base: Candidate) -> None:
     """Raise UsageError if two models have different tokens according to their files."""
     sizes = subject.model.vocab_size, base.model.vocab_size
     problem = "" if sizes[0] == sizes[1] else f"{sizes[1]} tokens, expected {sizes[0]}"
@@ -254,13 +252,12 @@ def check_same_vocabulary(subject: Evaluated, base: Evaluated) -> None:
         )
 
 
-def cautions(task: Task, opened: Opened) -> Iterator[str]:
+def cautions(task: Task, opened: OpenInputs) -> Iterator[str]:
     """Yield warnings about BOS tokens and about differences between the models' tokenizers."""
     config, path = task.config, shown(task.against or "")
     if config.bos == ALWAYS and config.data and holds_token_files(config.data):
         yield f"--bos {ALWAYS}: no BOS token is added to token files"
-    tokenizers = [each.tokenizer for each in opened.candidates]
-    asks = [each is not None and each.add_bos for each in tokenizers]
+    asks = [each.tokenizer is not None and each.tokenizer.add_bos for each in opened.candidates]
     if config.bos == AUTO and len({*asks}) > 1:
         one, other = (opened.candidates[asks.index(add_bos)].name for add_bos in (True, False))
         yield (

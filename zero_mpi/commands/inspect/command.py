@@ -37,11 +37,8 @@ def make_parser() -> Parser:
         "  zero-mpi inspect runs/a runs/b",
     )
     add = parser.add_argument
-    add(
-        "path",
-        help="GGUF file (the first of a split file), checkpoint or Hugging Face folder; with OTHER also a "
-        "run folder",
-    )
+    kinds = "GGUF file (the first of a split file), checkpoint or Hugging Face folder"
+    add("path", help=f"{kinds}; with OTHER also a run folder")
     add("other", nargs="?", help="path to compare with, of one of these kinds")
     add("--keys", action="store_true", help="show all keys, with full arrays and texts")
     add("--tensors", action="store_true", help="show all tensors, or all tensors that differ")
@@ -67,9 +64,6 @@ def command(world: World, arguments: Sequence[str]) -> int:
     else:
         write(lines_of(report, options.keys or options.tensors))
     return 0 if report.get("sound", report.get("same")) else 1
-
-
-# ------------------------------------------------------------------------------------------- the text
 
 
 def lines_of(report: Report, everything: bool) -> Iterator[str]:

@@ -8,7 +8,7 @@ full state does not depend on the number of ranks that wrote it.
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -26,7 +26,7 @@ from zero_mpi.checkpoint.weights import WeightSource, is_adapter_file, keys_of, 
 from zero_mpi.data import ByteTokenizer
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
-from zero_mpi.files.gguf_keys import GGUFKeys
+from zero_mpi.files.gguf_keys import TEMPLATE, GGUFKeys
 from zero_mpi.models import config_from_gguf
 from zero_mpi.ops.block_kinds import BLOCK_KINDS, SCALES, finite_blocks
 
@@ -69,6 +69,11 @@ class Tensor:
     spec: TensorSpec
     digest: str
     not_finite: int | None
+
+    def as_json(self) -> Report:
+        spec = self.spec
+        facts = {"name": spec.name, "shape": list(spec.shape), "type": spec.type.name, "bytes": spec.nbytes}
+        return facts | {"digest": self.digest, "not_finite": self.not_finite}
 
 
 def open_subject(path: Path) -> Subject:
@@ -155,24 +160,21 @@ def examine(path: Path, *, keys: bool = False, tensors: bool = False) -> Report:
     if subject.model is not None:
         facts["model"] = about_model(subject.model)
         facts["tokenizer"] = about_tokenizer(keys_of(subject.model))
-    counts, nbytes = Counter[str](), Counter[str]()
-    for tensor in chain.from_iterable(results.values()):
-        counts[tensor.spec.type.name] += 1
-        nbytes[tensor.spec.type.name] += tensor.spec.nbytes
-    facts["types"] = [{"type": kind, "tensors": n, "bytes": nbytes[kind]} for kind, n in counts.most_common()]
+    facts["types"] = about_types([row.spec for rows in results.values() for row in rows])
     facts["keys"] = {role: about_keys(part.metadata, keys) for role, part in parts.items()}
     facts["training"] = about_training(subject)
     facts |= verdict(subject, results)
     if tensors:
-        facts["tensors"] = {
-            role: [
-                {"name": row.spec.name, "shape": list(row.spec.shape), "type": row.spec.type.name}
-                | {"bytes": row.spec.nbytes, "digest": row.digest, "not_finite": row.not_finite}
-                for row in rows
-            ]
-            for role, rows in results.items()
-        }
+        facts["tensors"] = {role: [row.as_json() for row in rows] for role, rows in results.items()}
     return facts
+
+
+def about_types(specs: Sequence[TensorSpec]) -> list[Report]:
+    """Return the number of tensors and of bytes of each type, the most frequent type first."""
+    counts, nbytes = Counter(spec.type.name for spec in specs), Counter[str]()
+    for spec in specs:
+        nbytes[spec.type.name] += spec.nbytes
+    return [{"type": kind, "tensors": n, "bytes": nbytes[kind]} for kind, n in counts.most_common()]
 
 
 def about_file(source: WeightSource) -> Report:
@@ -207,11 +209,12 @@ def about_tokenizer(keys: GGUFKeys) -> Report | None:
     if keys.tokenizer is None:
         return None
     head = "tokenizer.ggml."
-    fields: Report = {name: keys.text(f"{head}{name}") for name in ("model", "pre")}
+    fields: Report = {"bytes": ByteTokenizer.is_in(keys.metadata, keys.place)}
+    fields |= {name: keys.text(f"{head}{name}") for name in ("model", "pre")}
     fields |= {name: keys.integer(f"{head}{name}") for name in ("bos_token_id", "eos_token_id")}
     lists = {name: keys.texts(f"{head}{name}") for name in ("tokens", "merges")}
-    report: Report = {"bytes": ByteTokenizer.is_in(keys.metadata, keys.place)}
-    report |= {name: as_json(value) for name, value in fields.items() if value is not None}
+    fields["chat_template"] = TEMPLATE in keys.metadata
+    report = {name: as_json(value) for name, value in fields.items() if value is not None}
     return report | {name: len(value) for name, value in lists.items() if value is not None}
 
 

@@ -55,7 +55,7 @@ class Question(NamedTuple):
 
     cases: tuple[Case, ...]
     machine: Machine
-    known: tuple[str, ...]  # names of the machine's numbers that are measured or given
+    numbers: tuple[str, ...]  # names of the machine's numbers that are measured or given
     per_node: int
     most_ranks: int
     sweeps: bool
@@ -77,22 +77,17 @@ def make_parser() -> Parser:
         for action in group._group_actions:
             if group.title not in SHOWN_GROUPS and not SHOWN & set(action.option_strings):
                 action.help = argparse.SUPPRESS
-    added: Any = parser.add_argument_group("plan")
-    added.add_argument("--ranks", type=int, metavar="N", help="number of MPI ranks (default: 1)")
-    added.add_argument("--nodes", type=int, metavar="M", help="nodes (default: 1, or from --machine)")
-    added.add_argument(
-        "--base", choices=(*FILE_TYPES, *MIXES), help="type of the frozen base for --lora, without --init"
-    )
-    fitting = "memory per rank, e.g. 64G: print the largest micro-batch that fits"
-    added.add_argument("--memory", metavar="SIZE", help=fitting)
-    added.add_argument("--doctor", metavar="FILE", help="speeds measured by zero-mpi doctor --json")
-    added.add_argument("--machine", metavar="FILE", help="TOML description of another machine")
-    added.add_argument("--sweep", action="store_true", help="plan 1, 2, 4, ... ranks")
-    added.add_argument(
-        "--ranks-per-node", type=int, metavar="N", help="ranks per node in the sweep (default: as planned)"
-    )
-    added.add_argument("--most-ranks", type=int, metavar="N", help=f"maximum ranks (default: {MOST_RANKS})")
-    added.add_argument("--json", metavar="FILE", help="write the estimates to FILE too")
+    add = parser.add_argument_group("plan").add_argument
+    add("--ranks", type=int, metavar="N", help="number of MPI ranks (default: 1)")
+    add("--nodes", type=int, metavar="M", help="nodes (default: 1, or from --machine)")
+    add("--base", choices=(*FILE_TYPES, *MIXES), help="type of the frozen base for --lora, without --init")
+    add("--memory", metavar="SIZE", help="memory per rank, e.g. 64G: print the largest micro-batch that fits")
+    add("--doctor", metavar="FILE", help="speeds measured by zero-mpi doctor --json")
+    add("--machine", metavar="FILE", help="TOML description of another machine")
+    add("--sweep", action="store_true", help="plan 1, 2, 4, ... ranks")
+    add("--ranks-per-node", type=int, metavar="N", help="ranks per node in the sweep (default: as planned)")
+    add("--most-ranks", type=int, metavar="N", help=f"maximum ranks (default: {MOST_RANKS})")
+    add("--json", metavar="FILE", help="write the estimates to FILE too")
     return parser
 
 
@@ -224,13 +219,13 @@ def plans(question: Question) -> dict[str, Any]:
         for plan, node in zip(estimates, nodes, strict=True)
     ]
     title = head("host memory per node", estimates)
-    write([*report(estimates, question.machine, question.known), "", title, *ask_lines(nodes)])
+    write([*report(estimates, question.machine, question.numbers), "", title, *ask_lines(nodes)])
     return {"ranks": estimates[0].case.ranks, "nodes": estimates[0].case.nodes, "plans": tables}
 
 
 def sweeps(question: Question) -> dict[str, Any]:
     """Print the sweep of each case as soon as it is ready. Return the numbers of all sweeps."""
-    write(introduction(question.cases[0], question.machine, question.known))
+    write(introduction(question.cases[0], question.machine, question.numbers))
     numbers: dict[str, Any] = {}
     for case in question.cases:
         points = sweep(case, question.machine, question.per_node, question.most_ranks)

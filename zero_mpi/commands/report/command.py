@@ -80,10 +80,9 @@ def make_parser() -> Parser:
         description="Write one HTML page with curves, events and settings of runs. It works offline.",
         epilog="Examples:\n\n  zero-mpi report runs/default\n  zero-mpi report runs/a runs/b --out both.html",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder, --out of training")
-    parser.add_argument(
-        "--out", metavar="FILE", help=f"file to write (default: {NAME} in RUN, or here for several runs)"
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folder, --out of training")
+    add("--out", metavar="FILE", help=f"file to write (default: {NAME} in RUN, or here for several runs)")
     return parser
 
 
@@ -141,9 +140,6 @@ def policy(*scripts: str) -> str:
     sources = " ".join(f"'sha256-{digest}'" for digest in digests)
     rest = "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
     return f"default-src 'none'; script-src {sources}; {rest}"
-
-
-# ------------------------------------------------------------------------------------------- the figure
 
 
 def figure(runs: Sequence[Run]) -> Json:
@@ -233,9 +229,6 @@ def layout(runs: Sequence[Run], panels: Sequence[Any]) -> Json:
         "updatemenus": [corner | {"type": "buttons", "direction": "right", "buttons": scales}][: len(panels)],
         "font": {"color": "#7a8290"},
     }
-
-
-# ------------------------------------------------------------------------------------------- the tables
 
 
 def rows(columns: Sequence[dict[str, str]]) -> list[tuple[str, bool, list[str]]]:

@@ -163,8 +163,7 @@ def read_run(path: Path, limit: int = LIMIT) -> Run:
         curves = Curves(filter(None, map(record_of, lines)), limit)  # lines that a crash cut off are left out
         config = Entry()
         with suppress(ValueError):  # includes FileError
-            settings = parse_toml(read_file(path / CONFIG, MOST_SETTINGS))
-            config = Entry(islice(settings.items(), MOST_KEYS))
+            config = Entry(islice(parse_toml(read_file(path / CONFIG, MOST_SETTINGS)).items(), MOST_KEYS))
         return Run(path, curves, Entry(read_status(path / STATUS)), config, read_events(path / EVENTS))
     except OSError as error:
         place = shown(error.filename or path)

@@ -54,7 +54,7 @@ class RunFolder:
 
     path: Path
 
-    def word(self) -> Mapping[str, Any]:
+    def run_status(self) -> Mapping[str, Any]:
         return status.read_status(self.path / status.NAME)
 
     def checkpoint(self) -> tuple[str, int]:
@@ -93,14 +93,14 @@ class Ending:
     """End of an attempt: exit status, reason, and the decision whether the run is over."""
 
     status: int  # exit status of the launcher, as in a shell
-    said: Mapping[str, Any]  # content of status.json; empty if this start did not write it
+    run_status: Mapping[str, Any]  # content of status.json; empty if this start did not write it
     ended_for: str = ""  # why the supervisor ended the run; "" if it ended by itself
     step: int = 0  # the last recorded step
     progressed: bool = False  # whether there is a new checkpoint
 
     @property
     def reason(self) -> str:
-        state, cause = self.said.get("state"), self.said.get("reason")
+        state, cause = self.run_status.get("state"), self.run_status.get("reason")
         if state == status.FAILED and isinstance(cause, str) and cause:
             return one_line(cause)[:MOST_REASON]
         if self.ended_for:
@@ -119,7 +119,7 @@ class Ending:
 
         `stop_requested` says whether the run was asked to stop.
         """
-        state = self.said.get("state")
+        state = self.run_status.get("state")
         if state == status.DONE or (self.status == 0 and state is None and not self.ended_for):
             return 0
         if state == status.STOPPED or self.status == REQUEUE:
@@ -140,7 +140,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_name, self.at_once = "", False
-        self._interrupted = 0.0
+        self._interrupt_time = 0.0
 
     def listen(self) -> None:
         for number in SIGNALS:
@@ -150,8 +150,8 @@ class StopRequest:
         self.signal_name = self.signal_name or signal.Signals(number).name
         if number == signal.SIGINT:
             now = time.monotonic()
-            self.at_once |= bool(self._interrupted) and now - self._interrupted > TWICE
-            self._interrupted = self._interrupted or now
+            self.at_once |= bool(self._interrupt_time) and now - self._interrupt_time > TWICE
+            self._interrupt_time = self._interrupt_time or now
 
 
 class Attempt:
@@ -159,9 +159,9 @@ class Attempt:
 
     def __init__(self, folder: RunFolder, stop: StopRequest, hang_after: float) -> None:
         self._folder, self._stop, self._hang_after = folder, stop, hang_after
-        self._before, self._checkpoint = folder.word(), folder.checkpoint()
+        self._first_status, self._checkpoint = folder.run_status(), folder.checkpoint()
         self._signs, self._alive_at = folder.signs(), time.monotonic()
-        self._over_since: float | None = None
+        self._end_time: float | None = None
         self._signaled_at = self._checked_at = float("-inf")
 
     def run(self, command: Sequence[str], settings: Mapping[str, str]) -> Ending:
@@ -195,27 +195,27 @@ class Attempt:
             code = job.wait()
         progressed = self._folder.checkpoint() not in (self._checkpoint, NO_CHECKPOINT)
         end = 128 - code if code < 0 else code
-        return Ending(end, self._said(), ended_for, last_step(self._folder.path / METRICS), progressed)
+        return Ending(end, self._run_status(), ended_for, last_step(self._folder.path / METRICS), progressed)
 
-    def _said(self) -> Mapping[str, Any]:
-        word = self._folder.word()
-        return {} if word == self._before else word
+    def _run_status(self) -> Mapping[str, Any]:
+        content = self._folder.run_status()
+        return {} if content == self._first_status else content
 
     def _check_run(self, job: subprocess.Popen[bytes]) -> str:
         """Return why the run must be ended now; "" if it may go on."""
         now = time.monotonic()
         if self._stop.at_once:
             return "stopped by a second signal"
-        if self._stop.signal_name and self._over_since is None and now - self._signaled_at > AGAIN:
+        if self._stop.signal_name and self._end_time is None and now - self._signaled_at > AGAIN:
             self._signaled_at = now
             os.kill(job.pid, signal.SIGUSR1)  # the process was not waited for, so its pid is not reused
         if now - self._checked_at < CHECK_RUN_SECONDS:
             return ""
         self._checked_at = now
         last_words = status.DONE, status.STOPPED, status.FAILED
-        if self._over_since is None and self._said().get("state") in last_words:
-            self._over_since = now
-        if self._over_since is not None and now - self._over_since > LINGER:
+        if self._end_time is None and self._run_status().get("state") in last_words:
+            self._end_time = now
+        if self._end_time is not None and now - self._end_time > LINGER:
             return f"the launcher did not end within {LINGER:.0f} s after the run"
         return self._silence(now)
 

@@ -94,10 +94,9 @@ def with_spare(pool: HostPool | None, options: Namespace, template: Template) ->
     """Return the hosts, with --spare of them in reserve. Raise UsageError if there are too few."""
     if not template.takes_hosts:
         if options.hostfile or options.spare or options.min_hosts > 1:
-            remedy = f"expected one of {', '.join(PLACEHOLDERS)} in the command"
-            raise UsageError(
-                f"--hostfile, --spare and --min-hosts: {remedy}: mpirun -f {{hostfile}} -n {{ranks}} ..."
-            )
+            flags, names = "--hostfile, --spare and --min-hosts", ", ".join(PLACEHOLDERS)
+            example = "mpirun -f {hostfile} -n {ranks} ..."
+            raise UsageError(f"{flags}: expected one of {names} in the command: {example}")
         return None
     if pool is None:
         raise UsageError("the command has a placeholder, but the hosts are unknown: add --hostfile FILE")

@@ -48,9 +48,8 @@ class HostPool:
         return tuple(host for host in self.hosts if host.name not in silent)[:count]
 
     def silent(self) -> list[str]:
-        name = platform.node()
-        local_names = {name, name.partition(".")[0], "localhost", "127.0.0.1"}
-        names, silent = [host.name for host in self.hosts if host.name not in local_names], list[str]()
+        names = [host.name for host in self.hosts if not is_this_machine(host.name)]
+        silent = list[str]()
         for begin in range(0, len(names), AT_ONCE):
             probes = {name: self._ask(name) for name in names[begin : begin + AT_ONCE]}
             deadline = time.monotonic() + self.timeout
@@ -60,8 +59,7 @@ class HostPool:
                 if job and job.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(job.pid, signal.SIGKILL)
-                    job.wait()
-                if job is None or job.returncode != 0:
+                if job is None or job.wait() != 0:
                     silent.append(name)
         return silent
 
@@ -72,6 +70,14 @@ class HostPool:
             return subprocess.Popen(words, stdin=null, stdout=null, stderr=null, start_new_session=True)
         except OSError:
             return None
+
+
+def is_this_machine(name: str) -> bool:
+    """Return whether a host's name is that of this machine. A name without a domain fits any domain."""
+    own = platform.node()
+    short, own_short = name.partition(".")[0], own.partition(".")[0]
+    is_short = short == name or own_short == own
+    return name in (own, "localhost", "127.0.0.1") or (is_short and short == own_short)
 
 
 def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:
@@ -141,7 +147,7 @@ class Template:
 
     def out(self) -> Path | None:
         """Return the run folder, or None if the command does not train. Raise UsageError if it is unknown."""
-        folders = [value for word, value in pairwise((*self.words, "")) if word == "--out"]
+        folders = [value for word, value in pairwise(self.words) if word == "--out"]
         folders += [word.removeprefix("--out=") for word in self.words if word.startswith("--out=")]
         if folders:
             return Path(folders[-1])

@@ -176,26 +176,26 @@ def verify(world: World, request: Request, watchdog: Watchdog) -> tuple[int, str
         watchdog.beat(f"reading the checkpoint of step {step}")
         world.run_on_all(partial(check_tensors, request.run, step, world))
     world.run_on_all(lambda: check_config(request.run, request.config, history))
-    if history.at != (request.config.steps or history.at):
-        say(world, f"note: {history.at} of {request.config.steps} steps were run")
+    if history.last != (request.config.steps or history.last):
+        say(world, f"note: {history.last} of {request.config.steps} steps were run")
     say(world, f"files: valid, including the tensors of {plural(len(history.kept), 'checkpoint')}")
-    bounds = request.first or 0, history.at if request.last is None else request.last
+    bounds = request.first or 0, history.last if request.last is None else request.last
     selected = [span for span in history.segments if span.last > bounds[0] and span.start < bounds[1]]
-    kinds = [history.runs[span.run][SETTINGS].get("reduction", "exact") for span in selected]
-    exact = [span for span, kind in zip(selected, kinds, strict=True) if kind == "exact"]
+    exact, inexact = list[Segment](), list[Segment]()
+    for span in selected:
+        is_exact = history.runs[span.run][SETTINGS].get("reduction", "exact") == "exact"
+        (exact if is_exact else inexact).append(span)
     chosen = choose(world, request, bounds, exact)
-    for _, group in groupby(chosen, key=lambda segment: segment.run):
-        segments = list(group)
+    for segments in (list(group) for _, group in groupby(chosen, key=lambda segment: segment.run)):
         watchdog.beat("reading the data")
         spec = resolve_job(world, request, history, segments)
         compute(world, request.run, spec, segments, watchdog)
-    inexact = [(span.start, span.last) for span in selected if span not in exact]
     missing = gaps(selected, *bounds)
     parts = ["its files are unchanged", *([] if chosen else ["no step was recomputed"])]
     for text, steps in (
         (f"have the same bits, recomputed on {plural(world.size, 'rank')}", steps_of(chosen)),
         ("cannot be recomputed from this folder", missing),
-        ("were run without --reduction exact", inexact),
+        ("were run without --reduction exact", [(span.start, span.last) for span in inexact]),
     ):
         if steps:
             parts.append(f"steps {', '.join(few([f'{start + 1}-{last}' for start, last in steps]))} {text}")
@@ -225,35 +225,29 @@ def choose(
 
 def resolve_job(world: World, request: Request, history: History, segments: Sequence[Segment]) -> RunSpec:
     """Prepare a job of the run with its data and files. Raise Differs if they have changed. Collective."""
-    job, proof = history.runs[segments[0].run], request.run / PROOF
-
-    def config_then() -> Config:
-        """Return the settings with the job's recorded values. Raise UsageError for an invalid value."""
-        recorded = {"bos": NEVER, "template_date": DAY, **job[SETTINGS]}  # not recorded by older runs
-        job_config: Config = replace(
-            request.config,
-            **{
-                name: recorded[name] if recorded[name] is None else checked_type(proof, name, recorded[name])
-                for name in NAMES
-                if name in recorded
-            },
-        )
-        check(job_config)
-        return job_config
-
-    config = world.run_on_all(config_then)
+    job = history.runs[segments[0].run]
+    config = world.run_on_all(lambda: config_of(request, job))
     spec = resolve(world, config, cached=False, begun=job[FACTS].get("data.tokenizer"))
     notes = world.run_on_root(lambda: check_facts(spec, job, request.run, segments))
     say(world, *(f"note: {note}" for note in notes))
     return spec
 
 
+def config_of(request: Request, job: Facts) -> Config:
+    """Return the settings with the values recorded for a job. Raise UsageError for an invalid value."""
+    recorded = {"bos": NEVER, "template_date": DAY, **job[SETTINGS]}  # not recorded by older runs
+    values = {name: recorded[name] for name in NAMES if name in recorded}
+    for name, value in values.items():
+        if value is not None:
+            values[name] = checked_type(request.run / PROOF, name, value)
+    config: Config = replace(request.config, **values)
+    check(config)
+    return config
+
+
 def say(world: World, *texts: str) -> None:
     """Print lines, on rank 0 only. Collective."""
     world.on_root(lambda: write(texts))
-
-
-# ------------------------------------------------------------------------------------------- recomputation
 
 
 def check_config(run: Path, config: Config, history: History) -> None:
@@ -300,9 +294,9 @@ class Recomputation(Steps, Observer):
 
     def __init__(self, session: Session, watchdog: Watchdog) -> None:
         super().__init__(session)
-        self._watchdog, self._said = watchdog, time.monotonic()
+        self._watchdog, self._log_time = watchdog, time.monotonic()
         self._records: Iterator[Facts] | None = None
-        self.found = ""  # description of the first difference
+        self.difference = ""  # description of the first difference
 
     def make(self, segment: Segment, records: Iterator[Facts] | None) -> None:
         session, config = self.session, self.session.config
@@ -313,19 +307,19 @@ class Recomputation(Steps, Observer):
             self,
         ]
         while self.progress.step < segment.last and not self.step():
-            if time.monotonic() - self._said > SAY_SECONDS:
-                self._said = time.monotonic()
+            if time.monotonic() - self._log_time > SAY_SECONDS:
+                self._log_time = time.monotonic()
                 log.info("step %d of %s", self.progress.step, segment.text)
 
     def ends(self, step: StepMade) -> None:
-        if self._records is None or self.found:
+        if self._records is None or self.difference:
             return
         record = next(self._records, {})
         if record.get("step") != step.number:
-            self.found = f"step {step.number} has no record at its position in {METRICS}"
-        elif difference := other(bits_of(finite_or_none(step.record)), bits_of(record)):
-            name, now, before = difference
-            self.found = f"step {step.number}: {name} is {before} in the records, but {now} when recomputed"
+            self.difference = f"step {step.number} has no record at its position in {METRICS}"
+        elif values := other(bits_of(finite_or_none(step.record)), bits_of(record)):
+            name, new, old = values
+            self.difference = f"step {step.number}: {name} is {old} in the records, but {new} when recomputed"
 
     def step(self) -> bool:
         self._watchdog.beat(f"step {self.progress.step + 1}")
@@ -336,7 +330,7 @@ class Recomputation(Steps, Observer):
         return super().evaluate()
 
     def wants_to_stop(self) -> bool:
-        return bool(self.found)
+        return bool(self.difference)
 
 
 def compute(
@@ -363,7 +357,7 @@ def compute(
             steps.progress = fill_parameters(world, session.optimizer, start)
         records = (record for record in records_of(folder) if record["step"] > segment.start)
         steps.make(segment, records if world.rank == 0 else None)
-        if problem := world.comm.broadcast_object(steps.found):
+        if problem := world.comm.broadcast_object(steps.difference):
             raise Differs(problem)
         if segment.ends:
             watchdog.beat(f"comparing the state of step {segment.last}")

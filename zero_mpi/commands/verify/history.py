@@ -61,11 +61,11 @@ class History:
     runs: list[Record] = field(default_factory=list)  # for each job, what its line of the chain records
     segments: list[Segment] = field(default_factory=list)  # segments that can be recomputed
     saved: list[int] = field(default_factory=list)  # steps of checkpoints, as saves and resumes recorded them
-    at: int = -1  # the last step
+    last: int = -1  # the last step
     head: str = ""  # head of the chain after its last line; "" without a chain
     notes: list[str] = field(default_factory=list)  # notes for the user
-    _since: int = 0
-    _is_there: bool = False
+    _start: int = 0
+    _start_exists: bool = False
     _tip: tuple[int, Any] = (-1, None)
 
     @property
@@ -82,35 +82,35 @@ class History:
     def begin(self, step: int, run: Mapping[str, Any]) -> None:
         """Record that a job starts at a step. Raise Differs if no job can start there."""
         origin = run.get(proof.ORIGIN)
-        continues = origin == proof.CHAIN and step == self.at
+        continues = origin == proof.CHAIN and step == self.last
         if continues and step == self._tip[0]:
             origin = self._tip[1]
         goes_on = continues or (step, origin) == self._tip
-        if step < self.at or (step == 0) != (origin is None):
-            raise Differs(f"no job can begin at step {step} from {quoted(origin)} after step {self.at}")
+        if step < self.last or (step == 0) != (origin is None):
+            raise Differs(f"no job can begin at step {step} from {quoted(origin)} after step {self.last}")
         if len(self.runs) == MOST_JOBS:
             raise Differs(f"expected at most {MOST_JOBS} jobs of a run")
-        stays = goes_on and run.get(SETTINGS) == self.runs[-1].get(SETTINGS)
-        if not stays and not (goes_on and self._is_there and self._since == step):
-            self.close(self.at, ends=False)
-            self._since = step
-            self._is_there = origin is None or self.id_of(step) == origin
-            if origin is not None and self._is_there and step not in self.saved:
+        begins_here = self._start_exists and self._start == step
+        if not goes_on or not (begins_here or run.get(SETTINGS) == self.runs[-1].get(SETTINGS)):
+            self.close(self.last, ends=False)
+            self._start = step
+            self._start_exists = origin is None or self.id_of(step) == origin
+            if origin is not None and self._start_exists and step not in self.saved:
                 self.saved.append(step)
-        self.at, self._tip = step, (step, origin)
+        self.last, self._tip = step, (step, origin)
         self.runs.append(run)
 
     def record(self, step: int) -> None:
         """Add a step. Raise Differs if it does not follow the last step."""
-        if not self.runs or step != self.at + 1:
-            raise Differs(f"step {step} follows step {self.at}")
-        self.at = step
+        if not self.runs or step != self.last + 1:
+            raise Differs(f"step {step} follows step {self.last}")
+        self.last = step
 
     def save(self, step: int, name: object) -> None:
         """Add the checkpoint of a step, maybe an earlier step. Raise Differs if its step or id is wrong."""
-        in_order = (self.saved or [-1])[-1] < step and self._since <= step <= self.at
+        in_order = (self.saved or [-1])[-1] < step and self._start <= step <= self.last
         if not self.runs or not in_order:
-            raise Differs(f"a checkpoint of step {step} follows step {self.at}")
+            raise Differs(f"a checkpoint of step {step} follows step {self.last}")
         saved_id = self.id_of(step)
         if saved_id is not None and saved_id != name:
             raise Differs(
@@ -120,11 +120,11 @@ class History:
         self._tip = step, name
         if saved_id is not None:
             self.close(step, ends=True)
-            self._since, self._is_there = step, True
+            self._start, self._start_exists = step, True
 
     def close(self, step: int, *, ends: bool) -> None:
-        if self._is_there and step > self._since:
-            self.segments.append(Segment(self._since, step, ends, len(self.runs) - 1))
+        if self._start_exists and step > self._start:
+            self.segments.append(Segment(self._start, step, ends, len(self.runs) - 1))
 
 
 def gaps(segments: Sequence[Segment], first: int, last: int) -> list[Steps]:
@@ -147,19 +147,19 @@ def steps_of(segments: Sequence[Segment]) -> list[Steps]:
 
 
 class Records:
-    """Reader of a run's records, one by one. `ahead` is the next record; after the last record it is {}."""
+    """Reader of a run's records, one by one. `next_record` is {} after the last record."""
 
     def __init__(self, run: Path) -> None:
         self._rest = records_of(run)
-        self.ahead: Record = next(self._rest, {})
+        self.next_record: Record = next(self._rest, {})
 
     @property
     def step(self) -> int:
-        return int(self.ahead.get("step", 0))
+        return int(self.next_record.get("step", 0))
 
     def take(self) -> Record:
-        """Return the next record, and read the record after it into `ahead`."""
-        record, self.ahead = self.ahead, next(self._rest, {})
+        """Return the next record, and read the record after it into `next_record`."""
+        record, self.next_record = self.next_record, next(self._rest, {})
         return record
 
 
@@ -178,10 +178,10 @@ def read_history(run: Path, expect: str | None) -> History:
     follow(run, records, history, ended)
     if expect is not None and history.head != expect:
         raise Differs(f"{proof.PROOF} ends in {history.head}, expected {shown(expect)}")
-    history.close(history.at, ends=False)
+    history.close(history.last, ends=False)
     name = folders.link_target(run, folders.LATEST)
     latest = folders.STEP_FOLDER.fullmatch(name)
-    if latest and int(latest[1]) not in history.saved and (ended or int(latest[1]) > history.at):
+    if latest and int(latest[1]) not in history.saved and (ended or int(latest[1]) > history.last):
         raise Differs(f"{folders.LATEST} names {shown(name)}, which is not in the records")
     if strays := [path.name for step, path in history.folders.items() if step not in history.saved]:
         suffix = " and more" * (len(strays) > 8)
@@ -212,8 +212,8 @@ def follow(run: Path, records: Records, history: History, ended: bool) -> None:
         raise Differs(f"{proof.PROOF} has no line")
     if records.step:
         problem = f"{METRICS} has a record of step {records.step} after the last step in {proof.PROOF}"
-        problem += f", step {history.at}"
-        if ended or records.step != history.at + 1:
+        problem += f", step {history.last}"
+        if ended or records.step != history.last + 1:
             raise Differs(problem)
         history.notes.append(f"{problem}, as after a kill: only recomputation checks this record")
         history.record(records.step)
@@ -224,7 +224,7 @@ def note_line(line: proof.Line, records: Records, history: History) -> None:
     if line.kind == proof.RUN:
         if not all(isinstance(line.value.get(part), dict) for part in (SETTINGS, FACTS, MACHINE)):
             raise Differs(f"expected {SETTINGS}, {FACTS} and {MACHINE} of a run")
-        first = max(history.at, 0) + 1
+        first = max(history.last, 0) + 1
         if line.step >= first:
             missing = f"steps {first} to {line.step} are not in {proof.PROOF}"
             history.notes.append(f"{missing}: they are not checked")
