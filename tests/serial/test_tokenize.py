@@ -343,12 +343,12 @@ def stopped(long, monkeypatch, parts):
         written(self, about)
         left[0] -= 1
         if not left[0]:
-            signals.caught = "SIGTERM"
+            signals.name = "SIGTERM"
 
     with monkeypatch.context() as patch:
         patch.setattr(encode_parts.PartWriter, "finish", finish)
         status = tokenize(long, *SMALL)
-    signals.caught = ""
+    signals.name = ""
     return status
 
 

@@ -106,10 +106,10 @@ class Timeline:
             return seconds - begin.ahead - drift * (seconds - begin.at)
 
         events = [
-            event._replace(begun=correct(event.begun), ended=correct(event.ended))
+            event._replace(start=correct(event.start), end=correct(event.end))
             for event in events_of(self.recorder, now)
         ]
-        first = min(event.begun for event in events)
+        first = min(event.start for event in events)
         answers = comm.allgather_object((first, clock_error, len(events), self.recorder.ends_in))
         begins, errors, counts, ends = zip(*answers, strict=True)
         self.count, self.ends_in = sum(counts), min((step for step in ends if step is not None), default=None)
@@ -182,7 +182,7 @@ class Tracer:
         self._comm, self._path = comm, None if path is None else Path(path)
         self.first, self.stop = steps or (step + AFTER + 1, step + AFTER + 1 + COUNT)
         self._timeline: Timeline | None = None
-        self._recorded = 0, 0  # first and last step of the timeline
+        self._recorded_steps = 0, 0  # first and last step of the timeline
         if self._path is not None:
             check_place(comm, self._path)
 
@@ -194,7 +194,7 @@ class Tracer:
             self._timeline = Timeline(self._comm, self._path)
         if self._timeline is not None:
             self._timeline.step(step)
-            self._recorded = self._recorded[0] or step, step
+            self._recorded_steps = self._recorded_steps[0] or step, step
 
     def end(self, step: int) -> None:
         """Stop recording after the last step of the job."""
@@ -202,14 +202,14 @@ class Tracer:
             self._write()
             if step + 1 < self.stop:
                 self._say(Caution(f"the run ended before step {self.stop - 1}, the last step to trace"))
-        elif self._path is not None and not self._recorded[0]:
+        elif self._path is not None and not self._recorded_steps[0]:
             cause = f"--trace-steps {self.first}:{self.stop} has no step of this run"
             self._say(Caution(f"no timeline: the run ended after step {step}, and {cause}"))
 
     def _write(self) -> None:
         timeline, self._timeline = self._timeline, None
         assert timeline is not None
-        problem, (first, last), path = timeline.write(), self._recorded, timeline.path
+        problem, (first, last), path = timeline.write(), self._recorded_steps, timeline.path
         if problem:
             self._say(Caution(problem))
             return
@@ -233,9 +233,9 @@ class TraceEvent(NamedTuple):
 
     family: str
     name: str
-    begun: float
-    ended: float
-    about: dict[str, Any]
+    start: float
+    end: float
+    args: dict[str, Any]
 
 
 def events_of(recorder: SpanRecorder, now: float) -> Iterator[TraceEvent]:
@@ -243,19 +243,19 @@ def events_of(recorder: SpanRecorder, now: float) -> Iterator[TraceEvent]:
     seconds, open_spans = recorder.watch.seconds, list(recorder.open)  # copied: another thread may change it
     unfinished = ((*begun, None, recorder.step, None) for begun in open_spans)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
-        args = about_event(name, "" if track == STEPS else label, step, micro_batch)
+        args = event_args(name, "" if track == STEPS else label, step, micro_batch)
         if end is None:
             args["unfinished"] = True
         stop = now if end is None else seconds(end)
         yield TraceEvent(track, f"{name} {label}".rstrip(), seconds(begun), stop, args)
     for kind, label, nbytes, begun, end, step, micro_batch in recorder.transfers:
-        args = about_event(kind, label, step, micro_batch) | {"bytes": nbytes}
+        args = event_args(kind, label, step, micro_batch) | {"bytes": nbytes}
         if end is None or end > now:
             args["unfinished"], end = True, now
         yield TraceEvent(KINDS.get(kind, OTHERS), f"{kind} {label}".rstrip(), begun, end, args)
 
 
-def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
+def event_args(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
     """Return the kind of an event, the unit or scope that its label names, its step and micro-batch."""
     first, _, rest = label.partition(" ")
     unit = {"what": first, "unit": rest} if first in TRAVELS and rest else {"unit": label} if label else {}
@@ -266,9 +266,9 @@ def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> di
 def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
     """Yield (lane, event) in order of starts. An event gets the first lane that is free when it starts."""
     free_from: list[float] = []
-    for event in sorted(events, key=lambda event: event.begun):
-        lane = next((i for i, end in enumerate(free_from) if end <= event.begun), len(free_from))
-        free_from[lane : lane + 1] = [event.ended]
+    for event in sorted(events, key=lambda event: event.start):
+        lane = next((i for i, end in enumerate(free_from) if end <= event.start), len(free_from))
+        free_from[lane : lane + 1] = [event.end]
         yield lane, event
 
 
@@ -286,10 +286,10 @@ def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) 
     names, lines, process = dict[int, str](), list[dict[str, Any]](), {"ph": "M", "pid": FIRST + rank}
     for thread, track, event in rows:
         names[thread] = track
-        begin = round(1e6 * (event.begun - origin), 3)
-        end = round(1e6 * (max(event.begun, event.ended) - origin), 3)
+        begin = round(1e6 * (event.start - origin), 3)
+        end = round(1e6 * (max(event.start, event.end) - origin), 3)
         entry = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
-        lines.append({**entry, "ts": begin, "dur": round(end - begin, 3), "args": event.about})
+        lines.append({**entry, "ts": begin, "dur": round(end - begin, 3), "args": event.args})
     # Of two events that start at the same time, the longer one encloses the other.
     lines.sort(key=lambda line: (line["tid"], line["ts"], -line["dur"]))
     head = [{"name": "process_name", **process, "args": {"name": f"rank {rank} on {place}"}}]
