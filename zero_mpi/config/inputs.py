@@ -60,9 +60,9 @@ def ignored_parts(init: WeightSource | None) -> list[str]:
     init = init.base if isinstance(init, GrownWeights) else init
     if isinstance(init, GGUFFile) and init.surplus:
         return [f"{init.path}: {init.surplus} bytes after the last tensor are ignored"]
-    if not isinstance(init, HuggingFaceFolder) or not init.dropout:
-        return []
-    return [f"{init.path / CONFIG} sets dropout ({init.dropout}), which is ignored"]
+    if isinstance(init, HuggingFaceFolder) and init.dropout:
+        return [f"{init.path / CONFIG} sets dropout ({init.dropout}), which is ignored"]
+    return []
 
 
 def read_model(init: WeightSource) -> ModelConfig:

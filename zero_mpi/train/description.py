@@ -65,7 +65,7 @@ def describe(
         metadata[TEMPLATE] = tokenizer.metadata()[TEMPLATE]
     if config.qat is not None:
         metadata[QAT] = known_type(config.qat)
-    sizes = {f"model.{key}": as_json(value) for key, value in sizes_of(model).items()}
+    sizes = {f"model.{key}": value for key, value in sizes_of(model).items()}
     settings = {"model.arch": model.arch, **sizes, "control_tokens": PLAIN, "corpus": ""}
     if tokenizer is not None and config.control_tokens is not None:  # token files contain no text
         settings["control_tokens"] = config.control_tokens
@@ -115,16 +115,16 @@ def input_facts(
     return {
         f"the checkpoint of --resume {config.resume}": checkpoint,
         f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
-        "the model's sizes": [(key, as_json(value)) for key, value in sizes_of(model).items()],
+        "the model's sizes": list(sizes_of(model).items()),
         f"the tokenizer of --tokenizer {config.tokenizer}": fingerprint(tokenizer),
         "the chat template": tokenizer and tokenizer.metadata().get(TEMPLATE),
     }
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the model's configuration by field, without adapters; fields in LATER only if they are not 0."""
+    """Return the model's configuration for JSON, without adapters; fields in LATER only if they are not 0."""
     fields = dataclasses.asdict(model).items()
-    return {name: value for name, value in fields if name != "lora" and (value or name not in LATER)}
+    return {name: as_json(value) for name, value in fields if name != "lora" and (value or name not in LATER)}
 
 
 def as_json(value: Any) -> Any:

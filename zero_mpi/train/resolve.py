@@ -288,5 +288,4 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     reason = ops.slower(kind)
     if reason:
         notes.append(log.Caution(f"--precision {config.precision} is {reason}"))
-    facts: dict[str, Any] = machines[0][1]
-    return facts
+    return dict(machines[0][1])

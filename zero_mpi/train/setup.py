@@ -288,9 +288,9 @@ def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) ->
 def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) -> TrainingProgress:
     """Fill the parameters, and the optimizer's state if a run resumes. Return the progress. Collective."""
     start, init, module = spec.checkpoint, spec.init, optimizer.module
-    base = [name for name in module.params if not is_adapter(name)]
+    adapters = set(filter(is_adapter, module.params))
     if init is not None and (start is None or spec.model.lora is not None):
-        floats = set(base) - spec.model.stored.keys()
+        floats = module.params.keys() - adapters - spec.model.stored.keys()
         read = finite(init.read, init.path)
         kinds = {} if spec.model.lora is None else dict(spec.model.lora.rounding)
         types = {name: kind for name, kind in kinds.items() if name + FIRST not in module.params}
@@ -305,7 +305,7 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
     if adapter is not None:
         world.run_on_all(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))
     elif init is None or spec.model.lora is not None:
-        module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
+        module.initialize(spec.config.seed, None if init is None else adapters)
     optimizer.begin()
     return TrainingProgress()
 

@@ -125,8 +125,7 @@ class Timeline:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
         for _ in parts:  # rank 0 receives the remaining parts after an error; other ranks send here
             pass
-        root_problem: str = comm.broadcast_object(problem)
-        return root_problem
+        return str(comm.broadcast_object(problem))
 
     def _parts(self, text: str) -> Iterator[bytes]:
         """Yield the text of all ranks in chunks, on rank 0. Asking for the next chunk is collective."""

@@ -67,7 +67,6 @@ class Trainer(Steps):
         super().__init__(session)
         config = session.config
         self.world, self.watchdog, self.outcome = world, watchdog, outcome
-        outcome.at(self.progress.step)
         self.records: Records = world.run_on_all(partial(begin_records, session, world.rank))
         self.divergence = Divergence(session.module.loss_scale)
         self.saving = Saving(session, watchdog, outcome.events, self.records)
@@ -239,9 +238,9 @@ def start_of(session: Session) -> JobStart:
 
 def is_over(session: Session) -> bool:
     """Return whether the run to resume has already ended. The answer is the same on all ranks."""
-    made_all = session.progress.step >= session.config.steps
-    has_stopped = session.progress.best.is_used_up(session.config.patience)
-    return session.resumed is not None and (made_all or has_stopped)
+    progress, config = session.progress, session.config
+    is_done = progress.step >= config.steps or progress.best.is_used_up(config.patience)
+    return session.resumed is not None and is_done
 
 
 def say_over(session: Session) -> None:
