@@ -17,7 +17,7 @@ import numpy as np
 from zero_mpi import data, device, environment, ops
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.sound import ID
-from zero_mpi.checkpoint.state import Description, read_json
+from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource, keys_of, open_adapter, tokens_of, weights_digest
 from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
@@ -90,7 +90,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     checkpoint = resume.find_checkpoint(world, config, Path(config.out), notes)
     number = world.node.rank
     if checkpoint is not None:
-        begun = read_json(checkpoint.files.state, "training.settings").get("data.tokenizer")
+        begun = checkpoint.settings.get("data.tokenizer")
     read = partial(read_inputs, config, checkpoint, number, begun)
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
     spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # the ranks have agreed on the model

@@ -120,7 +120,7 @@ def original_config(config: Config, point: ResumePoint | None) -> Config:
     """
     if point is None:
         return config
-    facts = read_json(point.files.state, "training.settings") | read_json(point.files.state, "training.plan")
+    facts = point.settings | read_json(point.files.state, "training.plan")
     names = config.default_names & facts.keys()
     values = {name: checked_type(point.folder, name, facts[name]) for name in names}
     begun: Config = replace(config, **values)

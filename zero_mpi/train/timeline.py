@@ -97,26 +97,15 @@ class Timeline:
         """Stop recording and write the file. Return the problem if this fails, else "". Collective."""
         self.recorder.end_steps()
         spans.stop()
-        now, comm = time.perf_counter(), self.comm
-        begin, end = self._clock, clock_offset(comm)
-        drift, clock_error = (end.ahead - begin.ahead) / (end.at - begin.at), max(begin.wrong, end.wrong)
-
-        def correct(seconds: float) -> float:
-            """Convert a time of this rank to the clock of rank 0."""
-            return seconds - begin.ahead - drift * (seconds - begin.at)
-
-        events = [
-            event._replace(start=correct(event.start), end=correct(event.end))
-            for event in events_of(self.recorder, now)
-        ]
+        comm, (events, clock_error) = self.comm, self._events()
         first = min(event.start for event in events)
         answers = comm.allgather_object((first, clock_error, len(events), self.recorder.ends_in))
         begins, errors, counts, ends = zip(*answers, strict=True)
         self.count, self.ends_in = sum(counts), min((step for step in ends if step is not None), default=None)
         facts = {"zero_mpi": __version__, "ranks": comm.size, "clock_error_us": round(1e6 * max(errors), 3)}
         head = json.dumps({"displayTimeUnit": "ms", "otherData": facts | {"ends_in": self.ends_in}})
-        text, problem = as_json(events, comm.rank, platform.node() or "localhost", min(begins)), ""
-        parts = self._parts(text)
+        parts = self._parts(as_json(events, comm.rank, platform.node() or "localhost", min(begins)))
+        problem = ""
         if comm.rank == 0:
             beginning = f'{head[:-1]},\n"traceEvents":[\n'.encode()
             try:
@@ -126,6 +115,20 @@ class Timeline:
         for _ in parts:  # rank 0 receives the remaining parts after an error; other ranks send here
             pass
         return str(comm.broadcast_object(problem))
+
+    def _events(self) -> tuple[list[TraceEvent], float]:
+        """Return this rank's events in times of rank 0's clock, and the clocks' error. Collective."""
+        now, begin, end = time.perf_counter(), self._clock, clock_offset(self.comm)
+        drift = (end.ahead - begin.ahead) / (end.at - begin.at)
+
+        def correct(seconds: float) -> float:
+            return seconds - begin.ahead - drift * (seconds - begin.at)
+
+        events = [
+            event._replace(start=correct(event.start), end=correct(event.end))
+            for event in events_of(self.recorder, now)
+        ]
+        return events, max(begin.wrong, end.wrong)
 
     def _parts(self, text: str) -> Iterator[bytes]:
         """Yield the text of all ranks in chunks, on rank 0. Asking for the next chunk is collective."""
