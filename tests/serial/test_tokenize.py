@@ -35,7 +35,7 @@ SMALL = ("--part-mb", "0.001")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """Reset signals and change to an empty folder."""
-    monkeypatch.setattr(signals, "caught", "")
+    monkeypatch.setattr(signals, "name", "")
     monkeypatch.setattr(signals, "phase", START)
     monkeypatch.setattr(encode_parts, "EVERY", 0.0)
     monkeypatch.chdir(tmp_path)
