@@ -78,7 +78,7 @@ def begin(ranks: int, flags: list[str]) -> Trainer:
     world = World(0, ranks, comm=StopAwareComm(Echo(ranks)))
     world.__dict__["node"] = Echo(min(ranks, PER_NODE))
     setup.choose_transport = lambda *_: TransportChoice(Echo(ranks))
-    signals.ending = world.end
+    signals.end_job = world.end
     check_installation(world)
     config = world.run_on_all(lambda: parse(flags))
     watchdog, outcome = stand_guard(world, config)

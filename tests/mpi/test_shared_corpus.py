@@ -43,7 +43,7 @@ def test_all_ranks_have_the_text(least, kind, shared_file, mpi, monkeypatch):
 def test_where_a_rank_does_not_see_the_file_all_hold_it(shared_file, mpi, monkeypatch):
     monkeypatch.setattr(documents, "MOST_HELD", 0)
     if mpi.rank == mpi.size - 1:
-        monkeypatch.setattr(setup, "inspected", lambda in_files: "another one")
+        monkeypatch.setattr(setup, "files_digest", lambda in_files: "another one")
     train, val, notes = shared(mpi, shared_file)
     assert type(train) is np.ndarray
     assert values(train) + values(val) == [i % 250 for i in range(5000)]

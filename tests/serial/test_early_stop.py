@@ -85,7 +85,7 @@ def test_it_ends_where_the_definition_says_and_keeps_the_best(stopped, endless):
     assert WHY in status["reason"]
 
 
-STOPS = "from zero_mpi.launch.stopping import signals; signals.caught = 'SIGTERM' if done + 1 in {} else ''"
+STOPS = "from zero_mpi.launch.stopping import signals; signals.name = 'SIGTERM' if done + 1 in {} else ''"
 
 
 @needs_mpiexec

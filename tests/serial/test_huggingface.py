@@ -14,7 +14,7 @@ from zero_mpi.checkpoint.huggingface import names as tables
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.weights import WeightSource, open_weights
 from zero_mpi.commands.export.huggingface import config_json
-from zero_mpi.config.inputs import passed_over
+from zero_mpi.config.inputs import ignored_parts
 from zero_mpi.errors import UsageError
 from zero_mpi.models import config_from_gguf
 
@@ -236,7 +236,7 @@ def test_open_weights_takes_files_checkpoints_and_folders(tmp_path):
     ],
 )
 def test_dropout_that_is_asked_for_is_told(tmp_path, name, edits, expected):
-    lines = passed_over(open_weights(make(tmp_path, name, edits)))
+    lines = ignored_parts(open_weights(make(tmp_path, name, edits)))
     assert [f"dropout ({expected})" in line for line in lines] == [True] * bool(expected)
 
 

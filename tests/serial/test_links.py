@@ -71,7 +71,7 @@ def test_the_holder_of_a_folder_that_was_copied_by_hard_links_lets_it_go(tmp_pat
     os.link(tmp_path / ".lock", tmp_path / "backup")
     lock._give_sign()
     lock.release()
-    assert not lock.lost
+    assert not lock.problem
     assert os.listdir(tmp_path) == ["backup"]
 
 

@@ -47,9 +47,9 @@ for line in sys.stdin:
     elif word == "exec":
         answer = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL).pid
     elif word == "lost":
-        while not held.lost:
+        while not held.problem:
             time.sleep(0.02)
-        answer = held.lost
+        answer = held.problem
     print(answer, flush=True)
 """
 

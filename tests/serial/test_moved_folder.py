@@ -125,7 +125,7 @@ MOVES = """
 if (rank, done) == (0, 2):
     writing.wait()
     os.rename("out", "elsewhere")
-    while not self.world.comm.lost():
+    while not self.world.comm.folder_problem():
         time.sleep(0.01)
 """
 

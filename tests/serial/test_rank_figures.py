@@ -24,7 +24,7 @@ def said(caplog):
 
 def test_a_rank_is_named_the_third_time_in_a_row_and_once(said):
     slow = SlowRanks(HOSTS)
-    texts = [slow.saw(seconds) for seconds in (BEHIND, BEHIND, BEHIND, BEHIND, EVEN)]
+    texts = [slow.add(seconds) for seconds in (BEHIND, BEHIND, BEHIND, BEHIND, EVEN)]
     assert texts == ["", "", "rank 2 on b, 50% behind", "rank 2 on b, 50% behind", ""]
     warned, recovered = said.records
     assert warned.levelname == "WARNING"
@@ -49,7 +49,7 @@ def test_a_rank_is_named_the_third_time_in_a_row_and_once(said):
 )
 def test_the_median_is_of_those_who_computed_and_of_two_the_faster(seconds, named):
     slow = SlowRanks(HOSTS)
-    assert [slow.saw(seconds) for _ in range(3)][-1] == named
+    assert [slow.add(seconds) for _ in range(3)][-1] == named
 
 
 SLOWED = """

@@ -35,7 +35,7 @@ SMALL = ("--part-mb", "0.001")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
     """Reset signals and change to an empty folder."""
-    monkeypatch.setattr(signals, "caught", "")
+    monkeypatch.setattr(signals, "name", "")
     monkeypatch.setattr(signals, "phase", START)
     monkeypatch.setattr(encode_parts, "EVERY", 0.0)
     monkeypatch.chdir(tmp_path)
@@ -343,12 +343,12 @@ def stopped(long, monkeypatch, parts):
         real(self, facts)
         left[0] -= 1
         if not left[0]:
-            signals.caught = "SIGTERM"
+            signals.name = "SIGTERM"
 
     with monkeypatch.context() as patch:
         patch.setattr(encode_parts.PartWriter, "finish", finish)
         status = tokenize(long, *SMALL)
-    signals.caught = ""
+    signals.name = ""
     return status
 
 

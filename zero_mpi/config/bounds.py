@@ -38,8 +38,7 @@ LEAST = {
 LARGEST = 1 << 62  # exclusive limit of integer settings; the sum of two still fits in 64 bits
 BELOW = {"beta1": 1, "beta2": 1, "val_fraction": 1, "label_smoothing": 0.5, "teacher_weight": 1.000001}
 MANY_EPOCHS = 10
-DURATION = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[hms]"
-DURATION_PARTS = r"([0-9.]+)([hms])"
+DURATION = r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)([hms])"  # number and unit
 Number = TypeVar("Number", int, float)
 
 
@@ -117,18 +116,18 @@ def seconds(text: str | None) -> float | None:
     duration = text if text[-1:] in units else f"{text}s"
     if not re.fullmatch(f"({DURATION})+", duration):
         raise UsageError(f"--max-time {shown(text)}: expected a duration such as 3h50m, 90s or 3600")
-    return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION_PARTS, duration)))
+    return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION, duration)))
 
 
 # ----------------------------------------------------------------------------------- combinations of flags
 
 
 class Rule(NamedTuple):
-    """Setting that is invalid or has no effect if `when` is true. `why`: message; {x}: value of setting x."""
+    """Setting that is invalid or has no effect if `condition` is true. `reason`: {x} is setting x."""
 
     name: str
-    when: Callable[..., bool]  # gets the configuration, and for IDLE also the kind of data
-    why: str
+    condition: Callable[..., bool]  # gets the configuration, and for IDLE also the kind of data
+    reason: str
 
 
 class DataKind(NamedTuple):

@@ -49,13 +49,12 @@ def make_parser(every: bool = True) -> Parser:
     )
     parser.add_argument(EVERY, action="help", help="show all flags and exit")
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings, named as the flags")
-    groups: dict[str, Any] = {}
+    titles = dict.fromkeys(field.metadata["group"] for field in FIELDS.values())
+    groups = {title: parser.add_argument_group(title) for title in titles}
     for field in FIELDS.values():
-        metadata = field.metadata
-        group = groups.setdefault(metadata["group"], None) or parser.add_argument_group(metadata["group"])
-        groups[metadata["group"]] = group
         aliases = [spelled(name) for name, setting in ALIASES.items() if setting == field.name]
         hidden = {} if every or field.name in FIRST else {"help": argparse.SUPPRESS}
+        group = groups[field.metadata["group"]]
         group.add_argument(spelled(field.name), *aliases, **argument(field) | hidden)
     return parser
 
@@ -84,7 +83,7 @@ def add_settings(parser: Parser, texts: Mapping[str, str]) -> None:
         parser.add_argument(spelled(name), **argument(FIELDS[name]) | ({"help": text} if text else {}))
 
 
-def given(
+def split_flags(
     parser: Parser, arguments: Sequence[str], names: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the flags of a command line in two dictionaries: the flags in `names`, and all others."""

@@ -55,14 +55,14 @@ def open_init(config: Config) -> WeightSource | None:
     return GrownWeights(open_weights(config.init), read_tokens(config.add_tokens))
 
 
-def passed_over(init: WeightSource | None) -> list[str]:
+def ignored_parts(init: WeightSource | None) -> list[str]:
     """Return notes on parts of a model that training ignores: dropout, or bytes after the last tensor."""
     init = init.base if isinstance(init, GrownWeights) else init
     if isinstance(init, GGUFFile) and init.surplus:
         return [f"{init.path}: {init.surplus} bytes after the last tensor are ignored"]
-    if not isinstance(init, HuggingFaceFolder) or not init.dropout:
-        return []
-    return [f"{init.path / CONFIG} sets dropout ({init.dropout}), which is ignored"]
+    if isinstance(init, HuggingFaceFolder) and init.dropout:
+        return [f"{init.path / CONFIG} sets dropout ({init.dropout}), which is ignored"]
+    return []
 
 
 def read_model(init: WeightSource) -> ModelConfig:
@@ -79,22 +79,24 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, devic
     Frozen weights stay in their GGUF blocks if `device` has kernels for their type. With --qat,
     weights that are rounded but have no adapter become floats.
     """
-    if config.lora is not None and init is None:
-        raise UsageError(f"--lora {config.lora} needs a base model: add --init BASE.gguf (it stays frozen)")
     lora = config.adapters
-    if lora is not None and isinstance(init, GrownWeights):
+    if lora is None:
+        return model
+    if init is None:
+        raise UsageError(f"--lora {config.lora} needs a base model: add --init BASE.gguf (it stays frozen)")
+    if isinstance(init, GrownWeights):
         lora = replace(lora, added=init.rows)
         if any(is_meant(HEAD, pattern) for pattern in lora.targets):
             raise UsageError(f"--lora-targets {HEAD}: cannot be combined with --add-tokens: leave it out")
     model = replace(model, lora=lora)
-    if model.lora is None or device == "cuda":
+    if device == "cuda":
         return model
     names, kinds = model.params(), {} if config.qat is None else rounding_of(model, config.qat)
     stacks = [name for name in kinds if name + FIRST in names and len(names[name].shape) > 2]
     if stacks:
         raise UsageError(f"--lora-targets: {stacks[0]}: experts have no adapters with --qat: leave it out")
-    lora = replace(model.lora, rounding=tuple((name, kind.name) for name, kind in kinds.items()))
-    if init is None or gguf_of(init) is None:
+    lora = replace(lora, rounding=tuple((name, kind.name) for name, kind in kinds.items()))
+    if gguf_of(init) is None:
         return replace(model, lora=lora)
     floats = {name for name in kinds if name + FIRST not in names}
     types = {name: init.tensors[name].type.name for name in names if name in init.tensors.keys() - floats}
@@ -104,7 +106,7 @@ def adapted(config: Config, model: ModelConfig, init: WeightSource | None, devic
 
 def shortened(config: Config, model: ModelConfig) -> Config:
     """Return the configuration with a default context that is at most the model's context."""
-    if "context" not in config.unsaid:
+    if "context" not in config.default_names:
         return config
     return replace(config, context=min(config.context, model.context_length))
 
@@ -377,9 +379,8 @@ def settled(config: Config, model: ModelConfig) -> Config:
 
 def as_flag(name: str, value: Any) -> str:
     """Return a setting as a flag on a command line."""
-    text = name.replace("_", "-")
     if value is None:
-        return f"no --{text}"
+        return f"no {spelled(name)}"
     if isinstance(value, bool):
-        return f"--{text}" if value else f"--no-{text}"
-    return f"--{text} {value}"
+        return spelled(name if value else f"no-{name}")
+    return f"{spelled(name)} {value}"

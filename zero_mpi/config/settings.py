@@ -89,7 +89,7 @@ def flag(
 class Config:
     """All settings of a run. None: the feature is off, or the value follows from other settings or the data.
 
-    Until the data is read, `steps` may be None, `warmup` a percentage (`bounds.in_steps`). `unsaid`: names of
+    Until the data is read, `steps` may be None, `warmup` a percentage (`bounds.in_steps`). `default_names`:
     settings that no flag or file gives, and whose defaults may depend on the data or the resumed run.
     """
 
@@ -276,15 +276,15 @@ class Config:
 
     def __post_init__(self) -> None:
         self.bits = self.bits or portable.requested()
-        self.unsaid = {name for name in ("lr", *LENGTH, *ANY) if getattr(self, name) is None}
-        if self.init is None or not self.unsaid >= LENGTH:
-            self.unsaid -= LENGTH
+        self.default_names = {name for name in ("lr", *LENGTH, *ANY) if getattr(self, name) is None}
+        if self.init is None or not self.default_names >= LENGTH:
+            self.default_names -= LENGTH
         steps = STEPS if self.init is None and self.epochs is None else {}
         defaults = FROM_NOTHING if self.init is None else FURTHER if self.lora is None else ADAPTERS
         for name, value in (ANY | defaults | steps).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        if "lr" in self.unsaid:
+        if "lr" in self.default_names:
             self.lr *= self.rate_factor
         self.warmup = warmup_steps(self.warmup, self.steps)
 

@@ -74,9 +74,9 @@ def within_quota(count: int) -> int:
     return count if limit is None else max(1, min(count, int(limit)))
 
 
-def crowded(environ: Mapping[str, str] = os.environ) -> list[str]:
+def crowded() -> list[str]:
     """Return the variables, as NAME=N, that request more threads than this process has cores."""
-    counts = {name: environ.get(name, "") for name in THREADS}
+    counts = {name: os.environ.get(name, "") for name in THREADS}
     return [f"{name}={n}" for name, n in counts.items() if n.isdigit() and int(n) > cores()]
 
 
@@ -109,30 +109,30 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
     return next((int(environ[name]) for name in LOCAL_RANK if environ.get(name, "").isdigit()), None)
 
 
-def records_graphs(environ: Mapping[str, str] = os.environ) -> bool:
+def records_graphs() -> bool:
     """Return whether the environment enables CUDA graphs of micro-batches."""
-    return environ.get("ZERO_MPI_GPU_GRAPH") == "1"
+    return os.environ.get("ZERO_MPI_GPU_GRAPH") == "1"
 
 
-def launch_rank(environ: Mapping[str, str] = os.environ) -> int:
+def launch_rank() -> int:
     """Return this process's rank according to the launcher; 0 without a launcher."""
-    return next((int(environ[name]) for name in LAUNCHER if environ.get(name, "").isdigit()), 0)
+    return next((int(os.environ[name]) for name in LAUNCHER if os.environ.get(name, "").isdigit()), 0)
 
 
 def under_launcher(environ: Mapping[str, str] = os.environ) -> bool:
     return any(name in environ for name in LAUNCHER)
 
 
-def binding(count: int, environ: Mapping[str, str] = os.environ) -> str:
+def binding(count: int) -> str:
     """Return the launcher's flag that binds a rank to `count` cores; without a launcher, every such flag."""
-    flags = next((flag for variable, flag in BINDING.items() if variable in environ), "; ".join(CORES_FLAGS))
+    flags = next((BINDING[name] for name in BINDING if name in os.environ), "; ".join(CORES_FLAGS))
     return flags.replace("{n}", str(count))
 
 
-def of_processor(field: str, cpuinfo: str | os.PathLike[str] = "/proc/cpuinfo") -> str:
-    """Return a field of the first processor in `cpuinfo`, such as "flags"; empty if there is none."""
+def of_processor(field: str) -> str:
+    """Return a field of the first processor in /proc/cpuinfo, such as "flags"; empty if there is none."""
     try:
-        with open(cpuinfo) as file:
+        with open("/proc/cpuinfo") as file:
             lines = file.read().splitlines()
     except OSError:
         return ""

@@ -18,7 +18,7 @@ GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 INFINIBAND = Path("/sys/class/infiniband")
 NO_LIMIT = 1 << 60  # the older interface shows "no limit" as a number near 2^63
 
-_imported = time.monotonic()
+_import_time = time.monotonic()
 
 
 class Limits(NamedTuple):
@@ -60,7 +60,7 @@ def process_age(process: int | str = "self") -> float:
         ticks = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
         return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):  # /proc or the clock is missing
-        return time.monotonic() - _imported
+        return time.monotonic() - _import_time
 
 
 def group_limits(groups: Path = GROUPS, file: Path = OWN) -> tuple[int | None, int | None, float | None]:
@@ -70,7 +70,7 @@ def group_limits(groups: Path = GROUPS, file: Path = OWN) -> tuple[int | None, i
     for folder in folders(groups, file):
         limit = first_number(folder, "memory.max", "memory.limit_in_bytes")
         if limit is not None and limit < NO_LIMIT:
-            memory.append((max(0, limit - used(folder)), limit))
+            memory.append((max(0, limit - used_bytes(folder)), limit))
         quota = processor_time(folder)
         if quota is not None:
             cores.append(quota)
@@ -112,7 +112,7 @@ def first_number(folder: Path, *names: str) -> int | None:
     return None
 
 
-def used(folder: Path) -> int:
+def used_bytes(folder: Path) -> int:
     """Return the bytes that a control group uses, without reclaimable file caches."""
     total = first_number(folder, "memory.current", "memory.usage_in_bytes") or 0
     try:

@@ -58,13 +58,13 @@ def connect(*, timeout: float | None = None, check: bool = False) -> Comm:
     are impossible; ValueError for a timeout that is not a number of seconds.
     """
     ops.use_threads()
-    world = find_world() if WatchedScript.running is None else WatchedScript.running.world
+    world = find_world() if WatchedScript.current is None else WatchedScript.current.world
     if world.size == 1:
         settings(timeout, check)
         return SerialComm()
     from zero_mpi.comm.nodes.hybrid import MPIComm
 
-    script = WatchedScript.running = WatchedScript.running or WatchedScript(world)
+    script = WatchedScript.current = WatchedScript.current or WatchedScript(world)
     comm: Comm = MPIComm()
     script.limit(agreed(comm, "connect", lambda: settings(timeout, check)))
     if check:
@@ -97,7 +97,7 @@ def time_limit(timeout: Any) -> float:
 class WatchedScript:
     """Watchdog and exit hooks of a script on a rank, from the first `connect` to the exit. Collective."""
 
-    running: WatchedScript | None = None  # at most one per process
+    current: WatchedScript | None = None  # at most one per process
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -108,19 +108,19 @@ class WatchedScript:
         if folder is not None:
             self._watchdog.gather(folder.parent, world.comm, folder.name)
         self._hooks = sys.excepthook, threading.excepthook, sys.exit
-        sys.excepthook, threading.excepthook, sys.exit = self._failed, self._thread_failed, self._exit
-        atexit.register(self._ended)
+        sys.excepthook, threading.excepthook, sys.exit = self._on_error, self._on_thread_error, self._exit
+        atexit.register(self._on_exit)
 
     def limit(self, seconds: float) -> None:
         """Set the seconds that a rank may wait from now on; 0: no limit."""
         self._watchdog.limit = seconds or math.inf
 
-    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         await_turn(self.world.rank)
         self._hooks[0](kind, error, trace)
         self._abort(f"rank {self.world.rank} of {self.world.size} failed")
 
-    def _thread_failed(self, args: Any) -> None:
+    def _on_thread_error(self, args: Any) -> None:
         """End the job after the failure of a thread that had started collectives."""
         is_ours = args.thread is not None and args.thread.ident in records.threads
         if is_ours:
@@ -145,7 +145,7 @@ class WatchedScript:
             self._status = (status or 0) & 0xFF if isinstance(status, int | None) else FAILED
         raise SystemExit(status)
 
-    def _ended(self) -> None:
+    def _on_exit(self) -> None:
         """Report the end of this process to the other ranks, and wait until they end too."""
         if os.getpid() != self._process or self.world.mpi.Is_finalized():
             return  # a child process, or a command whose ranks have already ended together

@@ -29,8 +29,8 @@ T = TypeVar("T")
 SAME_FILES = "copy the same files to all hosts, or use a shared file system"
 SAME_FLAGS = "start all ranks with the same flags and variables"
 # Variables in which launchers give the number of ranks, and variables with the number of this rank.
-STARTED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-NUMBERS = (*environment.LAUNCHER, "SLURM_PROCID")
+RANK_COUNTS = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PALS_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+RANK_NUMBERS = (*environment.LAUNCHER, "SLURM_PROCID")
 
 
 def check(comm: Comm, facts: Facts, remedy: str) -> None:
@@ -101,13 +101,13 @@ def short_digest(value: Any) -> str:
 
 def split_into(size: int, environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of started ranks if each is alone in its MPI world; otherwise 0."""
-    count = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in STARTED)
+    count = max(int(environ[name]) if environ.get(name, "").isdigit() else 1 for name in RANK_COUNTS)
     return count if size == 1 < count else 0
 
 
 def is_first(environ: Mapping[str, str] = os.environ) -> bool:
     """Return True if this is the launcher's first rank, or there is no launcher."""
-    return all(environ.get(name, "0") == "0" for name in NUMBERS)
+    return all(environ.get(name, "0") == "0" for name in RANK_NUMBERS)
 
 
 def check_not_alone(world: World, environ: Mapping[str, str] = os.environ) -> None:

@@ -69,11 +69,11 @@ def find_problem(environ: MutableMapping[str, str]) -> str:
     )
 
 
-def free_bytes(place: Path = PLACE) -> int | None:
+def free_bytes() -> int | None:
     """Return the free bytes in /dev/shm plus the bytes that this job's ranks already use; None if unknown."""
     try:
-        stat = os.statvfs(place)
-        files = [path.stat() for path in place.iterdir()]
+        stat = os.statvfs(PLACE)
+        files = [path.stat() for path in PLACE.iterdir()]
     except OSError:  # the folder is missing, or a segment was just removed
         return None
     start = time.time() - process_age(os.getppid())

@@ -40,7 +40,7 @@ POLL = 0.2  # seconds between checks of the ranks of the node
 LATER = 5.0  # seconds after HOLD at which the separate process continues the launcher if no rank did
 
 _is_over = threading.Event()  # set once the launcher must not be paused any more
-_held: list[tuple[int, subprocess.Popen[bytes]]] = []  # (pid of a launcher, process that continues it)
+_launchers: list[tuple[int, subprocess.Popen[bytes]]] = []  # (pid of a launcher, process that continues it)
 
 
 def say(text: str) -> None:
@@ -69,7 +69,7 @@ def end_surely(end: Callable[[int], object], status: int) -> NoReturn:
 def hold_launcher() -> None:
     """Pause the launcher before it kills the ranks; all ranks of a node may call this."""
     pid = os.getppid()
-    if "OMPI_COMM_WORLD_RANK" not in os.environ or _held or _is_over.is_set():
+    if "OMPI_COMM_WORLD_RANK" not in os.environ or _launchers or _is_over.is_set():
         return
     with contextlib.suppress(OSError):
         ranks = ranks_below(pid)
@@ -83,7 +83,7 @@ def hold_launcher() -> None:
         last_resort = subprocess.Popen(  # safe in a rank: Python uses vfork
             ["/bin/sh", "-c", command], stdin=null, stdout=null, stderr=null, start_new_session=True
         )
-        _held.append((pid, last_resort))
+        _launchers.append((pid, last_resort))
         threading.Thread(target=_watch, args=(pid, ranks), daemon=True).start()
         for handle in (1, 2):
             descriptor = os.open(f"/proc/{pid}/fd/{handle}", os.O_WRONLY | os.O_APPEND | os.O_NOCTTY)
@@ -114,8 +114,8 @@ def ranks_below(pid: int) -> set[int]:
 def release_launcher() -> None:
     """Continue the launcher if this process has paused it and it is alive; never pause it again."""
     _is_over.set()
-    while _held:
-        pid, last_resort = _held.pop()
+    while _launchers:
+        pid, last_resort = _launchers.pop()
         with contextlib.suppress(OSError):
             os.killpg(last_resort.pid, signal.SIGKILL)
         last_resort.wait()

@@ -88,16 +88,6 @@ def unpacked(raw: bytes) -> Record | None:
     return None
 
 
-def find(path: Path, links: int = 1) -> int:
-    """Open a lock file. Raise FileNotFoundError, or UsageError if it is a link, folder or device."""
-    try:
-        return open_in_place(path, os.O_RDWR, links)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EMLINK):
-            raise
-    raise UsageError(f"{path}: expected a lock file, found a link, folder or device: remove it")
-
-
 def read(handle: int) -> bytes:
     return os.pread(handle, SIZE, 0)
 
@@ -110,8 +100,14 @@ def write(handle: int, record: Record) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, links: int = 1) -> Iterator[int]:
-    """Return a context in which a file is open; raise the same errors as `find`."""
-    handle = find(path, links)
+    """Open a lock file. Raise FileNotFoundError, or UsageError if it is a link, folder or device."""
+    try:
+        handle = open_in_place(path, os.O_RDWR, links)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EMLINK):
+            raise
+        text = f"{path}: expected a lock file, found a link, folder or device: remove it"
+        raise UsageError(text) from None
     try:
         yield handle
     finally:
@@ -209,21 +205,16 @@ def try_take(path: Path, record: Record) -> int | tuple[bool | None, bytes] | No
 
     We get the lock if the system grants it and the holder was on this machine: then the holder is dead.
     """
-    try:
-        handle = find(path)
-    except FileNotFoundError:  # the holder has just ended
-        return None
-    with contextlib.ExitStack() as closing:
-        closing.callback(os.close, handle)
+    with contextlib.suppress(FileNotFoundError), opened(path) as handle:
         locked, raw = lock(handle), read(handle)
         holder = unpacked(raw)
         if not is_at(handle, path):
             return None
         if holder and locked and holder.machine == record.machine:
             write(handle, record)
-            closing.pop_all()
-            return handle
+            return os.dup(handle)  # the lock belongs to both handles
         return locked, raw
+    return None  # the holder has just ended
 
 
 def put_aside(path: Path, raw: bytes, record: Record) -> None:
@@ -241,15 +232,15 @@ def put_aside(path: Path, raw: bytes, record: Record) -> None:
 
 
 class RunLock:
-    """Lock of a run folder until `release`. lost: why the job lost it; at_loss: called GRACE s after that."""
+    """Lock of a run folder until `release`. problem: why it is lost; at_loss: called GRACE s later."""
 
     def __init__(self, path: Path, record: Record, handle: int) -> None:
         self._path, self._own_record = path, record
         # Keep the folder open, so that no new folder gets its inode number.
         self._handles = [handle, os.open(path.parent, os.O_DIRECTORY)]
-        self._folder, self.lost = os.fstat(self._handles[1]), ""
-        self.at_loss: Callable[[], object] = lambda: None
-        self._over = threading.Event()
+        self._folder, self.problem = os.fstat(self._handles[1]), ""
+        self.at_loss: Callable[[str], object] = lambda problem: None
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="zero_mpi lock", daemon=True)
         self._thread.start()
 
@@ -260,51 +251,48 @@ class RunLock:
         return cls(path, record, take(path, record))
 
     def release(self) -> None:
-        self._over.set()
-        if not self.lost:
+        self._ended.set()
+        if not self.problem:
             self._thread.join(SLOW)  # limited, because the disk may hang
-        with contextlib.suppress(OSError, UsageError), self._record() as (_, record):
+        with contextlib.suppress(OSError, UsageError), opened(self._path, ANY) as handle:
+            record = unpacked(read(handle))
             if record is not None and record.token == self._own_record.token:
                 os.unlink(self._path)
         while self._handles:  # the list is empty at a second call
             os.close(self._handles.pop())
 
-    @contextlib.contextmanager
-    def _record(self) -> Iterator[tuple[int, Record | None]]:
-        """Open and read the file again: network file systems show writes of other machines after an open."""
-        with opened(self._path, ANY) as handle:
-            yield handle, unpacked(read(handle))
-
     def _renew(self) -> None:
-        while not self._over.wait(EVERY):
+        while not self._ended.wait(EVERY):
             with contextlib.suppress(OSError, UsageError):  # the lock is not lost if the file cannot be read
                 self._give_sign()
-            if self.lost:
-                if not self._over.wait(GRACE):
-                    self.at_loss()
+            if self.problem:
+                if not self._ended.wait(GRACE):
+                    self.at_loss(self.problem)
                 return
 
-    def why_lost(self) -> str:
+    def find_problem(self) -> str:
         """Check the folder now; return the reason if the job has lost it, else an empty text."""
         for pause in (POLL, 0.0):  # checks twice, as a network file system may be wrong for a moment
             try:
                 if os.path.samestat(os.stat(self._path.parent), self._folder):
-                    return self.lost
+                    return self.problem
             except (FileNotFoundError, NotADirectoryError):
-                self._over.wait(pause)
+                self._ended.wait(pause)
             except OSError:  # the lock is not lost if the check fails
-                return self.lost
-        self.lost = f"the run folder {self._path.parent} was moved or removed while the job was using it"
-        return self.lost
+                return self.problem
+        self.problem = f"the run folder {self._path.parent} was moved or removed while the job was using it"
+        return self.problem
 
     def _give_sign(self) -> None:
         """Renew the record if it is ours; create the file again if it is gone but the folder exists."""
-        if self.why_lost():
+        if self.find_problem():
             return
         try:
-            with self._record() as (handle, record):
+            # Opened again, because network file systems show writes of other machines after an open.
+            with opened(self._path, ANY) as handle:
+                record = unpacked(read(handle))
                 if record is not None and record.token != self._own_record.token:
-                    self.lost = f"the run folder {self._path.parent} was taken over by {record}"
+                    self.problem = f"the run folder {self._path.parent} was taken over by {record}"
                 elif record is not None:
                     self._own_record = replace(self._own_record, beat=self._own_record.beat + 1)
                     write(handle, self._own_record)
@@ -319,14 +307,14 @@ def take_folder(world: World, out: Path) -> None:
     """Make the run folder and lock it for this job until its end. Collective.
 
     Raise UsageError on all ranks if another job uses it, or the folder cannot be written to. From now on
-    `world.comm.lost()` says on rank 0 why the folder is no longer the job's.
+    `world.comm.folder_problem()` says on rank 0 why the folder is no longer the job's.
     """
     lock: RunLock | None = world.on_root(lambda: make_and_take(out))
     if lock is not None:
         world.at_end.append(lambda status, reason: lock.release())
-        world.comm.lost = lock.why_lost
+        world.comm.folder_problem = lock.find_problem
         text = "zero_mpi: {}; ending the job".format
-        lock.at_loss = lambda: end_surely(lambda code: world.end(code, lock.lost, text(lock.lost)), FAILED)
+        lock.at_loss = lambda reason: end_surely(lambda code: world.end(code, reason, text(reason)), FAILED)
 
 
 def make_and_take(out: Path) -> RunLock:

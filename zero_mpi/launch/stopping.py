@@ -129,17 +129,17 @@ class Stopped(BaseException):
 class StopSignals:
     """State of the stop signals of this process.
 
-    caught   the first signal's name, empty if there was none
+    name     the first signal's name, empty if there was none
     phase    phase of the run: start of the program, preparation, steps, or the time after the steps
-    again    True on rank 0 if the previous job was also stopped before its first step
-    ending   function that ends all ranks with a status and a reason, from any thread
+    repeats  True on rank 0 if the previous job was also stopped before its first step
+    end_job  function that ends all ranks with a status and a reason, from any thread
     """
 
     def __init__(self) -> None:
-        self.caught, self.phase, self.again = "", START, False
-        self.ending: Callable[[int, str], object] = lambda status, reason: os._exit(status)
+        self.name, self.phase, self.repeats = "", START, False
+        self.end_job: Callable[[int, str], object] = lambda status, reason: os._exit(status)
         self._listens = self._may_leave = self._gives_up = False
-        self._heard: dict[signal.Signals, float] = {}
+        self._arrivals: dict[signal.Signals, float] = {}
 
     def listen(self) -> None:
         if self._listens:
@@ -149,7 +149,7 @@ class StopSignals:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in SIGNALS:
-            handle(number, self._note)
+            handle(number, self._handle)
         hide_unraisable(Stopped)
         outlive_terminal()
         threading.Thread(target=self._listen, args=(reader,), name="zero_mpi signals", daemon=True).start()
@@ -161,14 +161,14 @@ class StopSignals:
     # ---------------------------------------------------------------------- before the first step
 
     def word(self) -> Word:
-        """Return this rank's part of an agreement: a signal that should end the preparation, and `again`."""
-        return (self.caught if self.phase == PREPARING else ""), self.again
+        """Return this rank's part of an agreement: a signal that ends the preparation, and `repeats`."""
+        return (self.name if self.phase == PREPARING else ""), self.repeats
 
     def agreed(self, words: Sequence[Word]) -> None:
         """Raise Stopped if a rank's `word` names a signal. All ranks call it with the words of all ranks."""
         name = next((name for name, _ in words if name), "")
         if name:
-            self.phase, self.caught = OVER, self.caught or name
+            self.phase, self.name = OVER, self.name or name
             raise Stopped(name, again=words[0][1])
 
     def cut_short(self, action: Callable[[], Any]) -> Any:
@@ -181,13 +181,13 @@ class StopSignals:
         with contextlib.suppress(Stopped):
             try:
                 self._may_leave = True
-                return None if self.caught else action()
+                return None if self.name else action()
             finally:
                 self._may_leave = False
         return None
 
     def _end_preparation(self) -> None:
-        if self.caught and self.phase == PREPARING and not self._gives_up:
+        if self.name and self.phase == PREPARING and not self._gives_up:
             self._gives_up = True
             threading.Thread(target=self._give_up, name="zero_mpi stop", daemon=True).start()
 
@@ -196,18 +196,18 @@ class StopSignals:
         time.sleep(GRACE)  # before the first step no result can be lost
         await_turn(environment.launch_rank(), STAGGER)
         if self.phase == PREPARING:
-            stop = Stopped(self.caught, again=self.again)
+            stop = Stopped(self.name, again=self.repeats)
             report(stopped_early(stop), is_error=stop.status == FAILED)
             self._leave(stop.status, str(stop))
 
     # ---------------------------------------------------------------------------------- handlers
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread; Python calls this between two instructions."""
-        self.caught = self.caught or signal.Signals(number).name
+        self.name = self.name or signal.Signals(number).name
         if self._may_leave:
             self._may_leave = False
-            raise Stopped(self.caught)
+            raise Stopped(self.name)
 
     def _listen(self, reader: int) -> None:
         while numbers := os.read(reader, 64):
@@ -217,9 +217,9 @@ class StopSignals:
 
     def _hear(self, number: signal.Signals) -> None:
         """Handle a signal in the listening thread, as soon as it arrives."""
-        is_first, now = not self._heard, time.monotonic()
-        gap = now - self._heard.setdefault(number, now)
-        self.caught = self.caught or number.name
+        is_first, now = not self._arrivals, time.monotonic()
+        gap = now - self._arrivals.setdefault(number, now)
+        self.name = self.name or number.name
         if number == signal.SIGTERM and self.phase == STEPS:
             hold_launcher()
         if number == signal.SIGINT and gap > TWICE:
@@ -233,7 +233,7 @@ class StopSignals:
         self._end_preparation()
 
     def _leave(self, status: int, reason: str) -> NoReturn:
-        end_surely(lambda status: self.ending(status, reason), status)
+        end_surely(lambda status: self.end_job(status, reason), status)
 
 
 def stopped_early(stop: Stopped) -> str:

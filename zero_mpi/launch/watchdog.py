@@ -8,8 +8,8 @@ Ranks without progress exchange their states through small files in a shared fol
 MPI library cannot answer messages. A rank that has waited for a while starts a roll call: it signs, that is,
 writes its state. Other waiting ranks then also sign, and the lowest rank that signed compares all states. If
 two ranks have started different collectives with the same number, or a rank has ended before a collective
-that another rank has started, the wait cannot end (`why_stuck`), and one rank prints that and ends the job.
-Otherwise, after the limit, a rank without progress prints the report for all. A rank that was stopped, or
+that another rank has started, the wait cannot end (`find_deadlock`), and one rank prints that and ends the
+job. Otherwise, after the limit, a rank without progress prints the report for all. A rank that was stopped or
 whose host is lost, has not signed, so the report names it. The times in the states are corrected by the file
 system's clock, because the clocks of hosts differ. A file's name contains a digest of its job.
 """
@@ -53,6 +53,7 @@ WATCHERS = (__file__, " in _renew")  # " in _renew": threads that renew status.j
 FOLDER = ".ranks"
 MOST = 1 << 22  # maximum size of a signed file in bytes
 STACKS = 4  # maximum number of ranks whose stacks are shown
+Calls = Mapping[int, Mapping[int, str]]  # rank -> number -> text of the collectives on a communicator
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,10 @@ class RankReports:
 
     def claim(self) -> bool:
         """Return True if this rank prints the report for all, as the first signed rank that calls this."""
-        try:
-            os.close(os.open(self._folder / f"{self._job}-speaker", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except (FileExistsError, FileNotFoundError):  # another rank prints, or has already removed the folder
-            return False
-        return True
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another rank prints, or has printed
+            (self._folder / f"{self._job}-speaker").touch(exist_ok=False)
+            return True
+        return False
 
     def _paths(self) -> list[Path]:
         return sorted(self._folder.glob(f"{self._job}-[0-9]*"))
@@ -139,41 +139,51 @@ class RankReports:
 # -------------------------------------------------------------------------- waits that cannot end
 
 
-class Stuck(NamedTuple):
+class Deadlock(NamedTuple):
     """Reason why a wait cannot end, and the exit status of the job."""
 
     reason: str
     status: int = FAILED
 
 
-def why_stuck(states: Mapping[int, RankState]) -> Stuck | None:
+def find_deadlock(states: Mapping[int, RankState]) -> Deadlock | None:
     """Return why the waits in these states cannot end; None if they may end."""
     count = max((len(state.started) for state in states.values()), default=0)
-    comms = [{rank: state.texts(comm) for rank, state in states.items()} for comm in range(count)]
-    for table in comms:  # find ranks whose collectives of the same number differ
+    tables = [{rank: state.texts(comm) for rank, state in states.items()} for comm in range(count)]
+    return find_difference(tables) or find_absence(states, tables)
+
+
+def find_difference(tables: Sequence[Calls]) -> Deadlock | None:
+    """Find ranks whose collectives of the same number differ."""
+    for table in tables:
         for number in sorted({number for texts in table.values() for number in texts}):
             calls = {rank: texts[number] for rank, texts in table.items() if number in texts}
             odd = odd_one(list(calls.values()))
             if odd is not None:
                 rank, usual = list(calls)[odd[0]], odd[1]
                 majority = named([peer for peer in calls if calls[peer] == usual])
-                return Stuck(
+                return Deadlock(
                     f"the ranks start different collectives: number {number} (from 0) is "
                     f"{shown(calls[rank])} on rank {rank} and {shown(usual)} on {majority}; all ranks must "
                     "start the same collectives in the same order"
                 )
-    ended = [rank for rank, state in states.items() if state.ended is not None]
-    for rank in sorted(ended, key=lambda rank: (not states[rank].ended, rank)):  # failed ranks first
-        for table in comms:  # find a rank that ended before a collective that other ranks have started
-            number, status = max(table[rank], default=-1) + 1, states[rank].ended
-            waiting = [r for r in states if r not in ended and max(table[r], default=-1) >= number]
+    return None
+
+
+def find_absence(states: Mapping[int, RankState], tables: Sequence[Calls]) -> Deadlock | None:
+    """Find a rank, first a failed one, that ended before a collective that other ranks have started."""
+    statuses = {rank: state.ended for rank, state in sorted(states.items()) if state.ended is not None}
+    for rank in sorted(statuses, key=lambda rank: not statuses[rank]):
+        for table in tables:
+            number = max(table[rank], default=-1) + 1
+            waiting = [r for r in states if r not in statuses and max(table[r], default=-1) >= number]
             if waiting:
                 label = shown(table[min(waiting)].get(number, f"collective {number}"))
                 wait = "wait" if len(waiting) > 1 else "waits"
-                return Stuck(
-                    f"rank {rank} has ended with exit status {status}, while {named(waiting)} {wait} for it "
-                    f"in {label}",
-                    status or FAILED,
+                return Deadlock(
+                    f"rank {rank} has ended with exit status {statuses[rank]}, while {named(waiting)} {wait} "
+                    f"for it in {label}",
+                    statuses[rank] or FAILED,
                 )
     return None
 
@@ -199,10 +209,10 @@ def report(states: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
     return lines
 
 
-def shown_stacks(states: Mapping[int, RankState]) -> str:
+def shown_stacks(states: Mapping[int, RankState]) -> list[str]:
     """Return the stacks of one rank of each group, of at most STACKS ranks."""
     ranks = [group[0] for group in grouped(states)[:STACKS]]
-    return "".join(f"stacks of {named([rank])}:\n{states[rank].stacks.rstrip()}\n" for rank in ranks)
+    return [f"stacks of {named([rank])}:\n{states[rank].stacks.rstrip()}" for rank in ranks]
 
 
 def grouped(states: Mapping[int, RankState]) -> list[list[int]]:
@@ -242,14 +252,13 @@ class Watchdog:
         self, rank: int, limit: float, kill: Callable[[int], object], *, only_waits: bool = False
     ) -> None:
         self.rank, self.limit, self.only_waits = rank, limit or math.inf, only_waits
-        self._doing, self._since = "start", time.perf_counter()
+        self._work, self._work_start = "start", time.perf_counter()
         self._reports: RankReports | None = None
         self._places: Sequence[str] = []
-        self._at_end: Callable[[int, str], None] = lambda *end: None
         self._kill = kill
-        self._signed: float | None = None  # the value of `_changed` when this rank signed
+        self._signature: float | None = None  # the value of `_last_change` when this rank signed
         self._pause, self._compares_at = POLL / 2, 0.0  # seconds between comparisons, time of the next
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
             for run, name in ((self._watch, "watchdog"), (self._last_resort, "last resort"))
@@ -258,10 +267,10 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        self._over.set()
+        self._ended.set()
         for thread in self._threads:
             thread.join(DRAIN)  # limited, as the thread may hang in a file system
-        if self._signed is not None and self._reports is not None:
+        if self._signature is not None and self._reports is not None:
             self._reports.leave()
 
     def gather(
@@ -286,11 +295,11 @@ class Watchdog:
             self._reports.clear()
 
     def beat(self, work: str) -> None:
-        self._doing, self._since = work, time.perf_counter()
+        self._work, self._work_start = work, time.perf_counter()
 
     @property
-    def _changed(self) -> float:
-        return max([self._since, *(meter.changed for meter in meters())])
+    def _last_change(self) -> float:
+        return max([self._work_start, *(meter.changed for meter in meters())])
 
     @property
     def _counts(self) -> bool:
@@ -301,10 +310,10 @@ class Watchdog:
         by_age = sorted(meters(), key=lambda meter: meter.changed)
         history = [collective(meter.call) for meter in by_age if not meter.waits and any(meter.call)]
         return RankState(
-            self._doing,
+            self._work,
             " and ".join(collective(meter.call) for meter in by_age if meter.waits),
             history[-1] if history else "",
-            time.perf_counter() - self._changed,
+            time.perf_counter() - self._last_change,
             stacks() if with_stacks else "",
             [list(record) for record in list(records.of_comms)],
             records.ended,
@@ -314,11 +323,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         before = time.perf_counter()
-        while not self._over.wait(interval := min(POLL, self.limit / 16)):
+        while not self._ended.wait(interval := min(POLL, self.limit / 16)):
             now = time.perf_counter()
             if now - before > interval + min(SUSPENDED, self.limit / 2):
-                self._since = now  # the process was stopped, which is no lack of progress
-            before, changed = now, self._changed
+                self._work_start = now  # the process was stopped, which is no lack of progress
+            before, changed = now, self._last_change
             with contextlib.suppress(OSError):  # if files fail, the second thread ends the job
                 if self._counts and now - changed > self.limit:
                     self._speak(changed, now - changed)
@@ -327,18 +336,18 @@ class Watchdog:
 
     def _answer(self, reports: RankReports, changed: float, age: float) -> None:
         """Sign or leave the roll call, then compare the states of all ranks that have signed."""
-        if self._signed not in (None, changed):
-            self._signed = None
+        if self._signature not in (None, changed):
+            self._signature = None
             reports.leave()
-        if self._signed is None and self._is_due(reports, age):
+        if self._signature is None and self._is_due(reports, age):
             self._sign(reports, changed)
         now = time.perf_counter()
-        if self._signed is not None and now >= self._compares_at:
+        if self._signature is not None and now >= self._compares_at:
             self._pause = min(2 * self._pause, MOST_PAUSE)
             self._compares_at = now + self._pause
-            stuck = why_stuck(reports.read()) if reports.is_first() else None  # only one rank compares
-            if stuck is not None:
-                self._speak(changed, age, stuck)
+            deadlock = find_deadlock(reports.read()) if reports.is_first() else None  # only one rank compares
+            if deadlock is not None:
+                self._speak(changed, age, deadlock)
 
     def _is_due(self, reports: RankReports, age: float) -> bool:
         """Return True if this rank must sign: after a long wait, or a short wait if others signed."""
@@ -351,27 +360,28 @@ class Watchdog:
 
     def _sign(self, reports: RankReports, changed: float) -> None:
         reports.sign(self.standing())
-        self._signed, self._pause, self._compares_at = changed, POLL / 2, 0.0
+        self._signature, self._pause, self._compares_at = changed, POLL / 2, 0.0
 
-    def _speak(self, changed: float, age: float, stuck: Stuck | None = None) -> None:
+    def _speak(self, changed: float, age: float, deadlock: Deadlock | None = None) -> None:
         """Print the states of all ranks, unless another rank prints them, and end the job."""
         reports = self._reports
         if reports is None:
             self._end(age)
-        if self._signed != changed:
+        if self._signature != changed:
             self._sign(reports, changed)
         if not reports.claim():
             time.sleep(GRACE)  # the rank that prints is about to end the job
             self._end(age)
-        if stuck is not None:
+        if deadlock is not None:
             time.sleep(min(POLL, self.limit / 8))  # gives other ranks time to sign
         self._sign(reports, changed)
         states = reports.read()
         rows = report(states, self._places)
-        cause = why_stuck(states) or stuck or Stuck(f"no progress for {age:.1f} s: {rows[0]}", STATUS)
-        lines = [f"{cause.reason}; ending the job", *rows]
-        text = "".join(f"zero_mpi: {line}\n" for line in lines) + shown_stacks(states)
-        say(text.removesuffix("\n"))
+        cause = (
+            find_deadlock(states) or deadlock or Deadlock(f"no progress for {age:.1f} s: {rows[0]}", STATUS)
+        )
+        lines = [f"zero_mpi: {line}" for line in (f"{cause.reason}; ending the job", *rows)]
+        say("\n".join(lines + shown_stacks(states)))
         self._at_end(cause.status, cause.reason)
         time.sleep(DRAIN)
         reports.clear()
@@ -381,8 +391,8 @@ class Watchdog:
 
     def _last_resort(self) -> None:
         is_late = False
-        while not self._over.wait(POLL):
-            age = time.perf_counter() - self._changed
+        while not self._ended.wait(POLL):
+            age = time.perf_counter() - self._last_change
             if is_late and age > self.limit + GRACE:
                 self._end(age)
             # Check twice: after a stop of the process, the first thread must run before this check counts.

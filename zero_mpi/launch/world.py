@@ -41,14 +41,14 @@ BEAT = 0.25  # minimum seconds between two beats of rank 0
 class StopAwareComm(CommWrapper):
     """Communicator for agreements, which raise Stopped on all ranks if a signal came before the first step.
 
-    lost: function that returns, on rank 0, why the job has lost its run folder; all ranks then raise JobError
+    folder_problem: returns, on rank 0, why the job has lost its run folder; all ranks then raise JobError
     """
 
-    lost: Callable[[], str] = str
+    folder_problem: Callable[[], str] = str
 
     def allgather_object(self, value: Any) -> list[Any]:
         with self.meter.waiting("the agreement of all ranks"):
-            answers = self._inner.allgather_object((signals.word(), value, self.lost()))
+            answers = self._inner.allgather_object((signals.word(), value, self.folder_problem()))
         if reason := answers[0][2]:
             raise JobError(reason)
         signals.agreed([word for word, *_ in answers])
@@ -91,7 +91,7 @@ class World:
 
     def check(self, problem: str = "") -> None:
         """Raise JobError on all ranks if the run folder is lost, or if rank 0 has a problem. Collective."""
-        if reason := self.comm.broadcast_object(self.comm.lost() or problem):
+        if reason := self.comm.broadcast_object(self.comm.folder_problem() or problem):
             raise JobError(reason)
 
     def report_end(self, status: int, reason: str = "") -> None:
@@ -124,7 +124,7 @@ class World:
         return agree.run_on_all(self.comm, lambda: self._unless_over(action))
 
     def _unless_over(self, action: Callable[[], Any]) -> Any:
-        return None if self.comm.lost() else signals.cut_short(action)
+        return None if self.comm.folder_problem() else signals.cut_short(action)
 
     def on_root(self, action: Callable[[], Any]) -> Any:
         """Call action() on rank 0 only; return its result there, None elsewhere; raise like `run_on_all`."""
@@ -223,7 +223,7 @@ def run(
             stopping.handle_again()
         if alone and world.size > 1 and not wants_help:
             raise UsageError(f"{name} runs in one process: {instead}")
-        signals.ending = world.end
+        signals.end_job = world.end
         status = command(world, arguments)
     except Stopped as stop:
         status, problem = stop.status, str(stop)

@@ -80,7 +80,7 @@ def stand_guard(world: World, config: Config) -> tuple[Watchdog, Outcome]:
     world.closing.append(watchdog.stop)
     world.at_end.append(lambda status, reason: watchdog.clear())
     outcome.open()
-    signals.again = outcome.follows_a_stop
+    signals.repeats = outcome.follows_a_stop
     signals.enter(PREPARING)
     return watchdog, outcome
 
@@ -152,8 +152,7 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
 
         need = plan_memory(case).node_shared + MARGIN
         fault = space_problem(need) if world.node.rank == 0 else ""
-        faults = world.comm.allgather_object(fault)
-        problem = problem or next((text for text in faults if text), "")
+        problem = problem or next(filter(None, world.comm.allgather_object(fault)), "")
         case = replace(case, transport_wanted=kinds.MPI) if problem else case
     world.run_on_all(lambda: check_sums(case))
     return case, problem
@@ -217,15 +216,15 @@ def out_lines(spec: RunSpec, case: Case) -> Iterator[str]:
         remaining = max(0, config.steps - step)
         start = f"at step {step:,}, from {checkpoint.folder}: {remaining:,} step(s) left"
     yield f"begins     {start}"
-    schedule = f"every {config.save_every:,} steps and at the end" if config.save_every else "at the end"
-    schedule = "every 10 minutes and at the end" if config.save_every is None else schedule
-    verb = "stay"
-    if config.patience is not None:
-        schedule, verb = f"{schedule} and at each new best", "and the best are kept"
+    interval = "10 minutes" if config.save_every is None else f"{config.save_every:,} steps"
+    schedule = "at the end" if config.save_every == 0 else f"every {interval} and at the end"
+    best, verb = (
+        ("", "stay") if config.patience is None else (" and at each new best", "and the best are kept")
+    )
     policy = f"the newest {config.keep} {verb}" if config.keep else "all stay"
     yield (
-        f"writes     to {config.out}: a checkpoint {schedule}, about {size(checkpoint_bytes(case))} each, "
-        f"{policy}; {size(shutil.disk_usage(existing(Path(config.out))).free)} free"
+        f"writes     to {config.out}: a checkpoint {schedule}{best}, about {size(checkpoint_bytes(case))} "
+        f"each, {policy}; {size(shutil.disk_usage(existing(Path(config.out))).free)} free"
     )
 
 

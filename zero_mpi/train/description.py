@@ -57,16 +57,15 @@ def describe(
         metadata: dict[str, Any] = {k: v for k, v in init.metadata.items() if not k.startswith("training.")}
         if tokenizer is not None and not has_tokenizer(init):
             metadata |= tokenizer.metadata()
-    elif tokenizer is not None:
-        metadata = model.metadata() | name | tokenizer.metadata()
     else:
-        metadata = model.metadata() | name | {"tokenizer.ggml.model": "none"}
+        vocabulary = {"tokenizer.ggml.model": "none"} if tokenizer is None else tokenizer.metadata()
+        metadata = model.metadata() | name | vocabulary
     if tokenizer is not None and config.chat_template is not None:
         metadata = {key: value for key, value in metadata.items() if not key.startswith(TEMPLATE)}
         metadata[TEMPLATE] = tokenizer.metadata()[TEMPLATE]
     if config.qat is not None:
         metadata[QAT] = known_type(config.qat)
-    sizes = {f"model.{key}": as_json(value) for key, value in sizes_of(model).items()}
+    sizes = {f"model.{key}": value for key, value in sizes_of(model).items()}
     settings = {"model.arch": model.arch, **sizes, "control_tokens": PLAIN, "corpus": ""}
     if tokenizer is not None and config.control_tokens is not None:  # token files contain no text
         settings["control_tokens"] = config.control_tokens
@@ -75,7 +74,7 @@ def describe(
     if config.teacher is not None:
         settings["data.teacher"] = open_teacher(config.teacher).sha256
     if model.lora is not None and init is not None:
-        keys = {key: metadata[key] for key in (QAT,) if key in metadata}
+        keys = {QAT: metadata[QAT]} if QAT in metadata else {}
         if tokens_of(init):
             keys[TOKENS_ADDED] = tokens_of(init)
         name = {"general.name": metadata.get("general.name", model.arch)}
@@ -102,7 +101,7 @@ def of_text(
     )
 
 
-def what_was_read(
+def input_facts(
     config: Config,
     checkpoint: str | None,
     init: WeightSource | None,
@@ -116,16 +115,16 @@ def what_was_read(
     return {
         f"the checkpoint of --resume {config.resume}": checkpoint,
         f"the model file of --init {config.init}": init and sorted(map(str, init.tensors.values())),
-        "the model's sizes": [(key, as_json(value)) for key, value in sizes_of(model).items()],
+        "the model's sizes": list(sizes_of(model).items()),
         f"the tokenizer of --tokenizer {config.tokenizer}": fingerprint(tokenizer),
         "the chat template": tokenizer and tokenizer.metadata().get(TEMPLATE),
     }
 
 
 def sizes_of(model: ModelConfig) -> dict[str, Any]:
-    """Return the model's configuration by field, without adapters; fields in LATER only if they are not 0."""
+    """Return the model's configuration for JSON, without adapters; fields in LATER only if they are not 0."""
     fields = dataclasses.asdict(model).items()
-    return {name: value for name, value in fields if name != "lora" and (value or name not in LATER)}
+    return {name: as_json(value) for name, value in fields if name != "lora" and (value or name not in LATER)}
 
 
 def as_json(value: Any) -> Any:
@@ -215,22 +214,20 @@ def check_bits(reports: Sequence[tuple[str, Machine]], exact: bool, notes: list[
         return
     rank, usual = odd
     majority = [number for number, value in enumerate(values) if value == usual]
-    hosts, machines = zip(*reports, strict=True)
-    facts, usual_facts = names(machines[rank], machines[majority[0]])
+    (host, machine), (usual_host, usual_machine) = reports[rank], reports[majority[0]]
+    # The facts that differ, or the trials if all facts are equal.
+    keys = [key for key in machine if key != TRIAL and machine[key] != usual_machine.get(key)] or [TRIAL]
     text = (
-        f"the ranks compute different bits: rank {rank} on {hosts[rank]} has {facts}, "
-        f"{named(majority)} (on {hosts[majority[0]]}) {usual_facts}"
+        f"the ranks compute different bits: rank {rank} on {host} has {facts_of(machine, keys)}, "
+        f"{named(majority)} (on {usual_host}) {facts_of(usual_machine, keys)}"
     )
     if exact:
         raise UsageError(f"{text}; {REMEDY}")
     notes.append(log.Caution(text))
 
 
-def names(machine: Machine, usual: Machine) -> tuple[str, str]:
-    """Return a text for each of two machines: the facts that differ, or the trials if all facts are equal."""
-    keys = [key for key in machine if key != TRIAL and machine[key] != usual.get(key)] or [TRIAL]
-    facts, usual_facts = (", ".join(f"{key} {shown(m.get(key))}" for key in keys) for m in (machine, usual))
-    return facts, usual_facts
+def facts_of(machine: Machine, keys: Sequence[str]) -> str:
+    return ", ".join(f"{key} {shown(machine.get(key))}" for key in keys)
 
 
 # ------------------------------------------------------------------------------------------- at a resume
@@ -244,13 +241,15 @@ def changes(before: Machine, now: Machine, label: str = "the checkpoint") -> Ite
         for key in dict.fromkeys((*now, *before))
         if key != TRIAL and before.get(key) != now.get(key) and (differs or key not in EXPLAINING)
     ]
-    origin = "; ".join(f"{key} {shown(before.get(key))}, now {shown(now.get(key))}" for key in keys)
+    origins = [f"{key} {shown(before.get(key))}, now {shown(now.get(key))}" for key in keys]
     if differs and TRIAL not in before:
-        origin = "; ".join(filter(None, (origin, "kernels of unknown bits, as no test was recorded")))
+        origins.append("kernels of unknown bits, as no test was recorded")
     elif differs and not keys:
-        origin = "kernels that gave other bits in a test, although CPU and libraries have the same names"
-    if origin:
-        yield f"{label} was made with {origin}: the last bits of results may change"
+        origins.append(
+            "kernels that gave other bits in a test, although CPU and libraries have the same names"
+        )
+    if origins:
+        yield f"{label} was made with {'; '.join(origins)}: the last bits of results may change"
 
 
 VARIABLES = ("ZERO_MPI_RANKS_PER_NODE",)  # must be equal on all ranks; of others, only effects are compared

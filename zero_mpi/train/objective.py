@@ -55,6 +55,7 @@ class Objective:
     """
 
     keeps = False
+    unit = " nats per token"  # unit of the loss, for messages
 
     def __init__(self, module: ShardedModule, loader: StepLoader) -> None:
         self.module, self.loader = module, loader
@@ -189,6 +190,8 @@ class PreferenceObjective(Objective):
     without adapters (`adapted`). Otherwise the sums of the reference are computed once for all data.
     """
 
+    unit = ""
+
     def __init__(
         self, module: ShardedModule, loader: StepLoader, data: HeldOut, preference: Preference, adapted: bool
     ) -> None:
@@ -196,23 +199,23 @@ class PreferenceObjective(Objective):
         self.preference, self.keeps = preference, preference.has_reference and not adapted
         self._windows = cast(PairWindows, loader.windows)
         self._data = [self._windows, *(cast(PairWindows, each.windows) for each in data.loaders.values())]
-        self._reads = (unchanged, mismatched) if preference.is_unpaired else (unchanged,)
-        self._kept: dict[int, Floats] = {}  # id of a PairWindows -> log-probabilities
+        self._pairings = (unchanged, mismatched) if preference.is_unpaired else (unchanged,)
+        self._references: dict[int, Floats] = {}  # id of a PairWindows -> log-probabilities
 
     def keep(self) -> Floats:
         parts = list[Floats]()
         for windows in self._data:
             cuts = np.arange(self.loader.micro_batch, len(windows), self.loader.micro_batch)
             step = PairStep(self.preference, windows, np.split(np.arange(len(windows)), cuts))
-            for read in self._reads:
+            for read in self._pairings:
                 parts.append(np.zeros(windows.sides))
                 parts[-1][step.numbers] = step.measure(self.module, read)[:, 0]
         return np.concatenate(parts)
 
     def use(self, numbers: Floats) -> None:
         for windows in self._data:
-            size = len(self._reads) * windows.sides
-            self._kept[id(windows)], numbers = numbers[:size].reshape(-1, windows.sides), numbers[size:]
+            size = len(self._pairings) * windows.sides
+            self._references[id(windows)], numbers = numbers[:size].reshape(-1, windows.sides), numbers[size:]
 
     def step(self, number: int) -> StepLoss:
         return self._with_reference(self._windows, self.loader.batches(number))
@@ -224,12 +227,12 @@ class PreferenceObjective(Objective):
 
     def _with_reference(self, windows: PairWindows, batches: Sequence[Array]) -> PairStep:
         """Return the `PairStep` of micro-batches, with the reference's sums if there is one. Collective."""
-        step, table = PairStep(self.preference, windows, batches), self._kept.get(id(windows))
+        step, table = PairStep(self.preference, windows, batches), self._references.get(id(windows))
         if not self.preference.has_reference:
             return step
         references = [
             step.measure(self.module, read, adapted=False)[:, 0] if table is None else table[n, step.numbers]
-            for n, read in enumerate(self._reads)
+            for n, read in enumerate(self._pairings)
         ]
         step.reference = references[0]
         if self.preference.is_unpaired:
@@ -271,10 +274,9 @@ class DistillObjective(Objective):
 def check_teacher(path: str, corpus: Corpus, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
     """Raise UsageError unless the teacher predicts the tokens of this data."""
     teacher = open_teacher(path)
-    run = {"data": corpus.sha256, "tokenizer": fingerprint(tokenizer), "vocabulary": model.vocab_size}
+    digest = teacher.tokenizer if tokenizer is None else fingerprint(tokenizer)  # None: token files
+    run = {"data": corpus.sha256, "tokenizer": digest, "vocabulary": model.vocab_size}
     facts = {"data": teacher.data, "tokenizer": teacher.tokenizer, "vocabulary": teacher.vocab}
-    if tokenizer is None:  # for token files
-        facts["tokenizer"] = run["tokenizer"]
     for name, value in facts.items():
         if value != run[name]:
             raise UsageError(

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from zero_mpi import device
@@ -78,17 +77,17 @@ class Costs(Observer):
     def __init__(self, meter: Meter, positions: int, share: Callable[[float], float | None]) -> None:
         self.longest = 0.0  # seconds of the longest step
         self._meter, self._positions, self._share = meter, positions, share
-        self._waited = self._sent = 0.0
+        self._wait_seconds = self._sent_bytes = 0.0
 
     def begins(self, number: int) -> None:
-        self._waited, self._sent = self._meter.wait_seconds, self._meter.sent_bytes
+        self._wait_seconds, self._sent_bytes = self._meter.wait_seconds, self._meter.sent_bytes
 
     def ends(self, step: StepMade) -> None:
         self.longest = max(self.longest, step.seconds)
         step.record["tokens_per_second"] = self._positions / step.seconds
         step.record["step_seconds"] = step.seconds
-        step.record["wait_seconds"] = self._meter.wait_seconds - self._waited
-        step.record["sent_bytes"] = int(self._meter.sent_bytes - self._sent)
+        step.record["wait_seconds"] = self._meter.wait_seconds - self._wait_seconds
+        step.record["sent_bytes"] = int(self._meter.sent_bytes - self._sent_bytes)
         share = self._share(step.seconds)
         if share is not None:
             step.record["mfu"] = round(share, 4)
@@ -230,7 +229,7 @@ class RankReport(NamedTuple):
 
     memory: int  # bytes in use now
     seconds: float | None  # seconds per micro-batch; None: no micro-batch, or a GPU
-    waited: float  # seconds of waits for other ranks
+    wait_seconds: float  # seconds of waits for other ranks
     joules: float | None  # energy of the host, reported by one of its ranks; None: other ranks, or no counter
 
 
@@ -273,9 +272,9 @@ class RankFigures(Observer):
         seconds = [report.seconds for report in reports]
         step.record["memory_bytes"] = [report.memory for report in reports]
         step.record["micro_batch_seconds"] = seconds
-        step.record["waited_seconds"] = [report.waited for report in reports]
+        step.record["waited_seconds"] = [report.wait_seconds for report in reports]
         if self._world.rank == 0:
-            self._say(self._slow.saw(seconds))
+            self._say(self._slow.add(seconds))
         joules = [report.joules for report in reports if report.joules is not None]
         if joules:
             step.record["joules"] = sum(joules)
@@ -293,22 +292,20 @@ class StepTimer:
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
-        self._seconds, self._count, self._began = 0.0, 0, 0.0
-        self._waited = meter.wait_seconds
+        self._seconds, self._count, self._start = 0.0, 0, 0.0
+        self._wait_seconds = meter.wait_seconds
 
     def __enter__(self) -> None:
-        self._began = time.perf_counter() - self._meter.wait_seconds
+        self._start = time.perf_counter() - self._meter.wait_seconds
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._seconds += time.perf_counter() - self._meter.wait_seconds - self._began
+    def __exit__(self, *error: object) -> None:
+        self._seconds += time.perf_counter() - self._meter.wait_seconds - self._start
         self._count += 1
 
     def take(self) -> tuple[float | None, float]:
         """Return seconds per micro-batch (None if none ran) and seconds of waiting since the last call."""
         mean = self._seconds / self._count if self._count else None
-        waited, self._waited = self._meter.wait_seconds - self._waited, self._meter.wait_seconds
+        waited, self._wait_seconds = self._meter.wait_seconds - self._wait_seconds, self._meter.wait_seconds
         self._seconds, self._count = 0.0, 0
         return mean, waited
 
@@ -317,19 +314,19 @@ class SlowRanks:
     """Finds ranks that are slower than the median in several consecutive records."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts, self._behind = hosts, Counter[int]()
+        self._hosts, self._counts = hosts, Counter[int]()
 
-    def saw(self, seconds: Sequence[float | None]) -> str:
+    def add(self, seconds: Sequence[float | None]) -> str:
         """Add the seconds per micro-batch of each rank. Return a text with the names of slow ranks, or ""."""
         paces = {rank: pace for rank, pace in enumerate(seconds) if pace is not None}
         median = statistics.median_low(paces.values()) if paces else 0.0
         lags = {rank: pace / median - 1 for rank, pace in paces.items() if pace > (1 + BEHIND) * median > 0}
-        for rank in [rank for rank in self._behind if rank not in lags]:
-            if self._behind.pop(rank) >= RECORDS:
+        for rank in [rank for rank in self._counts if rank not in lags]:
+            if self._counts.pop(rank) >= RECORDS:
                 log.info("rank %d on %s is no longer slow", rank, self._hosts[rank])
         for rank, lag in lags.items():
-            self._behind[rank] += 1
-            if self._behind[rank] == RECORDS:
+            self._counts[rank] += 1
+            if self._counts[rank] == RECORDS:
                 log.warning(
                     "rank %d on %s is slow: %.4g s per micro-batch, %.0f %% more than the median of ranks "
                     "(%.4g s), %d times in a row. Is another program running there? zero-mpi doctor measures "
@@ -340,5 +337,5 @@ class SlowRanks:
         return "; ".join(
             f"rank {rank} on {self._hosts[rank]}, {lag:.0%} behind"
             for rank, lag in lags.items()
-            if self._behind[rank] >= RECORDS
+            if self._counts[rank] >= RECORDS
         )

@@ -17,7 +17,7 @@ import numpy as np
 from zero_mpi import data, device, environment, ops
 from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder
 from zero_mpi.checkpoint.sound import ID
-from zero_mpi.checkpoint.state import Description, read_json
+from zero_mpi.checkpoint.state import Description
 from zero_mpi.checkpoint.weights import WeightSource, keys_of, open_adapter, tokens_of, weights_digest
 from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
@@ -56,7 +56,7 @@ class RunSpec:
     checkpoint: resume.ResumePoint | None  # checkpoint to resume from
     description: Description  # facts that the run's checkpoints store
     adapter: WeightSource | None = None  # source of the initial adapter weights
-    unsaid: frozenset[str] = frozenset()  # names of settings that no flag or file gives
+    default_names: frozenset[str] = frozenset()  # names of settings that no flag or file gives
     corpus: Corpus | None = None
     loader: StepLoader | None = None  # only on rank 0, like the corpus
     notes: tuple[str, ...] = ()  # lines that rank 0 prints at the start
@@ -90,7 +90,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
     checkpoint = resume.find_checkpoint(world, config, Path(config.out), notes)
     number = world.node.rank
     if checkpoint is not None:
-        begun = read_json(checkpoint.files.state, "training.settings").get("data.tokenizer")
+        begun = checkpoint.settings.get("data.tokenizer")
     read = partial(read_inputs, config, checkpoint, number, begun)
     spec: RunSpec = same(world.comm, lambda: signals.cut_short(read), SAME_FILES)
     spec = replace(spec, config=inputs.settled(spec.config, spec.model))  # the ranks have agreed on the model
@@ -100,7 +100,7 @@ def resolve(world: World, config: Config, *, cached: bool = True, begun: str | N
         notes += map(log.Caution, bounds.cautions(spec.config, max(spec.loader.epochs(spec.config.steps))))
         data_notes = [*spec.corpus.notes, *spec.loader.windows.notes()]
         notes += (note if isinstance(note, Remark) else log.Caution(note) for note in data_notes)
-    notes += map(log.Caution, inputs.passed_over(spec.init))
+    notes += map(log.Caution, inputs.ignored_parts(spec.init))
     if checkpoint is not None or not config.dry_run:  # a dry run without a checkpoint compares no bits
         machine = try_operations(world, spec.config, spec.threads, notes)
         facts = replace(spec.description, machine={**machine, **spec.description.machine})
@@ -118,21 +118,21 @@ def read_inputs(
 
     `number`: this rank's index on its node, used if the launcher does not give it. `begun`: see `resolve`.
     """
-    config = resume.as_begun(config, checkpoint)
-    unsaid = frozenset(config.unsaid)
+    config = resume.original_config(config, checkpoint)
+    default_names = frozenset(config.default_names)
     device.use(config.device, number)
     device_name = device.in_use().name
     kinds.check_flag(config.transport, device_name == "cuda")
     threads = set_threads(config)
     init = inputs.open_init(config)
     base = None if init is None else inputs.read_model(init)
-    tokenizer = resume.tokenizer_as_begun(inputs.choose_tokenizer(config, init, base), begun)
+    tokenizer = resume.original_tokenizer(inputs.choose_tokenizer(config, init, base), begun)
     model = inputs.adapted(config, base or inputs.model_from_flags(config, tokenizer), init, device_name)
     config = inputs.shortened(config, model)
     inputs.check_model(config, model)
     adapter = None if config.lora_init is None else open_adapter(config.lora_init, model, tokens_of(init))
     checkpoint_id = None if checkpoint is None else keys_of(checkpoint.files.state).text(ID)
-    facts = description.what_was_read(config, checkpoint_id, init, model, tokenizer)
+    facts = description.input_facts(config, checkpoint_id, init, model, tokenizer)
     facts |= {f"the adapter of --lora-init {config.lora_init}": adapter and weights_digest(adapter)}
     kind = bounds.DataKind(tokenizer is not None, data.holds_token_files(config.data))
     remarks = [*bounds.remarks(config, kind), *inputs.kept_as_floats(init, model, device_name)]
@@ -147,7 +147,7 @@ def read_inputs(
         checkpoint=checkpoint,
         description=description.describe(config, model, tokenizer, init),
         adapter=adapter,
-        unsaid=unsaid,
+        default_names=default_names,
         notes=tuple(remarks),
     )
     return spec, {name: short_digest(value) for name, value in facts.items()}
@@ -195,21 +195,21 @@ def read_text(world: World, spec: RunSpec, cached: bool) -> RunSpec:
 def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
     """Return the flags with defaults for this data, and the loaders. Raise UsageError for too little data."""
 
-    def unless_said(config: Config, **settings: Any) -> Config:
-        return replace(config, **{name: settings[name] for name in settings if name in spec.unsaid})
+    def with_defaults(config: Config, **settings: Any) -> Config:
+        return replace(config, **{name: settings[name] for name in settings if name in spec.default_names})
 
     config, model = spec.config, spec.model
     streams = [part.stream for part in (*corpus.parts, *corpus.held_out)]
     if config.lora is not None:
         limit = LR_TIMES_WIDTH / model.embedding_length * config.rate_factor
-        config = unless_said(config, lr=min(config.lr, limit))
+        config = with_defaults(config, lr=min(config.lr, limit))
     if config.init is not None and all(stream.counted is not None for stream in streams):
         step = 1 if config.preference is None else 2  # both answers of a pair are in one window
         ends = [stream.ends[step - 1 :: step] for stream in streams]
         longest = max(int(np.diff(each, prepend=0).max(initial=2)) - step for each in ends)
         context = min(longest, model.context_length, step * MOST_CONTEXT)
-        config = unless_said(config, context=context, epochs=EPOCHS)
-        config = unless_said(config, batch_size=batch_size(make_loaders(config, corpus)[0].order.epoch))
+        config = with_defaults(config, context=context, epochs=EPOCHS)
+        config = with_defaults(config, batch_size=batch_size(make_loaders(config, corpus)[0].order.epoch))
     loader, held_out = make_loaders(config, corpus)
     config = bounds.in_steps(config, loader.order.epoch)
     bounds.check(config)
@@ -241,8 +241,7 @@ def read_corpus(config: Config, model: ModelConfig, tokenizer: Tokenizer | None,
         batches=batches,
         preferences="" if config.preference is None else config.loss,
     )
-    held_out = config.val_fraction, config.context, config.seed, config.val_data
-    return load_corpus(config.data, reader, *held_out)
+    return load_corpus(config.data, reader, config.val_fraction, config.context, config.seed, config.val_data)
 
 
 def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
@@ -265,9 +264,9 @@ def make_loaders(config: Config, corpus: Corpus) -> tuple[StepLoader, HeldOut]:
 
 def windows_of(config: Config, part: Part) -> WindowSource:
     """Return the windows of a source. Raise UsageError if a named source is empty or used for preferences."""
-    if part.name and config.preference is not None:
-        raise UsageError(f"--loss {config.loss}: expected --data without shares, found {part.name}")
     paired = config.preference is not None
+    if part.name and paired:
+        raise UsageError(f"--loss {config.loss}: expected --data without shares, found {part.name}")
     source = data.windows_over(part.stream, config.context, packing_of(config, part.stream), part.bos, paired)
     if part.name and not len(source):
         raise UsageError(f"--data: {part.name} holds no {source.kind}")
@@ -289,5 +288,4 @@ def try_operations(world: World, config: Config, threads: int, notes: list[str])
     reason = ops.slower(kind)
     if reason:
         notes.append(log.Caution(f"--precision {config.precision} is {reason}"))
-    facts: dict[str, Any] = machines[0][1]
-    return facts
+    return dict(machines[0][1])

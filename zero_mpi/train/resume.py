@@ -113,15 +113,16 @@ def open_checked(folder: Path, world: World) -> ResumePoint:
     return point
 
 
-def as_begun(config: Config, point: ResumePoint | None) -> Config:
+def original_config(config: Config, point: ResumePoint | None) -> Config:
     """Return the configuration, with the checkpoint's values for settings that no flag gives.
 
     Defaults may change between versions, or depend on the data. Raises UsageError for an unusable value.
     """
     if point is None:
         return config
-    facts = read_json(point.files.state, "training.settings") | read_json(point.files.state, "training.plan")
-    values = {name: checked_type(point.folder, name, facts[name]) for name in config.unsaid if name in facts}
+    facts = point.settings | read_json(point.files.state, "training.plan")
+    names = config.default_names & facts.keys()
+    values = {name: checked_type(point.folder, name, facts[name]) for name in names}
     begun: Config = replace(config, **values)
     begun.removed = config.removed
     check(begun)
@@ -139,7 +140,7 @@ def check_resume(point: ResumePoint, description: Description) -> None:
         )
 
 
-def tokenizer_as_begun(tokenizer: Tokenizer | None, digest: str | None) -> Tokenizer | None:
+def original_tokenizer(tokenizer: Tokenizer | None, digest: str | None) -> Tokenizer | None:
     """Return the tokenizer with which the run began: zero_mpi 0.1.0 ignored some Hugging Face rules."""
     if tokenizer is None or digest is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
@@ -149,9 +150,7 @@ def tokenizer_as_begun(tokenizer: Tokenizer | None, digest: str | None) -> Token
 
 def settled_bos(config: Config, tokenizer: Tokenizer | None, point: ResumePoint | None) -> str:
     """Return ALWAYS or NEVER for `--bos`. AUTO follows the resumed run. Token files get NEVER."""
-    bos = config.bos
-    if bos == AUTO and point is not None:
-        bos = point.settings["bos"]
+    bos = config.bos if config.bos != AUTO or point is None else point.settings["bos"]
     has_bos = not holds_token_files(config.data) and bos_of(tokenizer, bos) is not None
     return ALWAYS if has_bos else NEVER
 

@@ -14,6 +14,7 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.saver import Saver
 from zero_mpi.checkpoint.state import Best, TrainingProgress, read_best
 from zero_mpi.checkpoint.weights import keys_of
+from zero_mpi.cli.text import plural
 from zero_mpi.errors import UsageError, writing
 from zero_mpi.files.foreign import shown
 from zero_mpi.launch.watchdog import Watchdog
@@ -122,10 +123,11 @@ class EarlyStop(Observer):
     """Observer that counts evaluations without improvement and decides when to stop early.
 
     best   the best evaluation of the run so far, including earlier jobs
+    unit   unit of the loss, for messages
     """
 
-    def __init__(self, best: Best, patience: int | None) -> None:
-        self.best, self._patience, self._step = best, patience, 0
+    def __init__(self, best: Best, patience: int | None, unit: str) -> None:
+        self.best, self._patience, self._unit, self._step = best, patience, unit, 0
 
     def ends(self, step: StepMade) -> None:
         loss = step.record.get("val_loss")
@@ -157,14 +159,13 @@ class EarlyStop(Observer):
         """Return a text with the best loss and the link to its checkpoint."""
         if not self.best.step:
             return "no validation loss was finite"
-        link, loss = out / folders.BEST, f"{self.best.loss:.4f} nats per token"
+        link, loss = out / folders.BEST, f"{self.best.loss:.4f}{self._unit}"
         place = shown(link) if link.is_symlink() else "its checkpoint is not in this folder"
         return f"the best validation loss is {loss}, of step {self.best.step}: {place}"
 
 
 def reason(best: Best) -> str:
-    evaluations = "1 evaluation" if best.since == 1 else f"{best.since} evaluations"
-    return f"after {evaluations} without improvement"
+    return f"after {plural(best.since, 'evaluation')} without improvement"
 
 
 def point_best(session: Session) -> None:

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from itertools import repeat
+from itertools import repeat, zip_longest
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ from zero_mpi.train.objective import DistillObjective, Objective, PreferenceObje
 from zero_mpi.train.resolve import RunSpec, make_loaders
 
 SIDES = ("parts", "held_out")
-KEPT, MOST_KEPT = "reference.bin", 1 << 40  # file with the reference's log-probabilities; its maximum bytes
+REFERENCE_FILE, MOST_REFERENCE = "reference.bin", 1 << 40  # the reference's log-probabilities; maximum bytes
 NOT_SHARED = (
     "without shared memory the ranks of a node exchange messages, which is slower; enlarge /dev/shm "
     "(containers: --shm-size)"
@@ -58,20 +58,20 @@ NOT_SHARED = (
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """Result of choosing a transport. why: reason for it; fast: whether the MPI library may compute sums."""
+    """Result of choosing a transport. reason: why it was chosen; fast: whether MPI may compute sums."""
 
     comm: Comm
-    why: str = ""
+    reason: str = ""
     fast: bool = False
 
     @property
     def text(self) -> str:
         """Description of the transport for messages; "" for a single rank."""
         lone = self.comm.size == 1 and self.comm.kind in (kinds.SERIAL, kinds.MPI)
-        if lone and not self.why:
+        if lone and not self.reason:
             return ""
         exact = ", still exact" if self.comm.exact and self.fast else ""
-        return self.comm.about + exact + (f", because {self.why}" if self.why else "")
+        return self.comm.about + exact + (f", because {self.reason}" if self.reason else "")
 
 
 def choose_transport(world: World, config: Config, model: ModelConfig, notes: list[str]) -> TransportChoice:
@@ -137,15 +137,16 @@ def share_corpus(comm: Comm, corpus: Corpus | None, notes: list[str]) -> Corpus:
     if corpus is not None:
         parts = [part for side in SIDES for part in getattr(corpus, side)]
         local = [array for part in parts for array in vars(part.stream).values()]
-        header = with_streams(corpus, repeat(None)), [None if x is None else described(x) for x in local]
-    rest, arrays = comm.broadcast_object(header)
-    in_files = [spans for spans in arrays if isinstance(spans, TokenSpans)]
-    if in_files and (problem := unseen(comm, in_files)):
+        header = with_streams(corpus, repeat(None)), [*map(array_form, local)]
+    rest, forms = comm.broadcast_object(header)
+    in_files = [form for form in forms if isinstance(form, TokenSpans)]
+    if in_files and (problem := find_unreadable(comm, in_files)):
         notes.append(problem)
-        arrays = [(x.dtype.str, x.size) if isinstance(x, TokenSpans) else x for x in arrays]
-    for number, form in enumerate(arrays):
-        if isinstance(form, tuple):
-            arrays[number] = broadcast(comm, local[number] if local else None, form, f"corpus array {number}")
+        forms = [(form.dtype.str, form.size) if isinstance(form, TokenSpans) else form for form in forms]
+    arrays = [
+        broadcast(comm, array, form, f"corpus array {number}") if isinstance(form, tuple) else form
+        for number, (array, form) in enumerate(zip_longest(local, forms))
+    ]
     width = len(fields(Stream))
     streams = iter([Stream(*arrays[first : first + width]) for first in range(0, len(arrays), width)])
     return with_streams(rest, streams)
@@ -159,14 +160,15 @@ def with_streams(corpus: Corpus, streams: Iterator[Any]) -> Corpus:
     return replace(corpus, **parts)
 
 
-def described(ids: Any) -> TokenSpans | tuple[str, int]:
+def array_form(ids: Any) -> TokenSpans | tuple[str, int] | None:
     """Return an array's TokenSpans if it stays in files, else its dtype and size for a broadcast."""
-    return ids if isinstance(ids, TokenSpans) and ids.stays else (ids.dtype.str, ids.size)
+    stays = ids is None or (isinstance(ids, TokenSpans) and ids.stays)
+    return ids if stays else (ids.dtype.str, ids.size)
 
 
-def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
+def find_unreadable(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
     """Return a message if some rank cannot read the files, else "". Equal on all ranks. Collective."""
-    views = comm.allgather_object((platform.node(), inspected(in_files)))
+    views = comm.allgather_object((platform.node(), files_digest(in_files)))
     rank = next((rank for rank, (_, digest) in enumerate(views) if digest != views[0][1]), None)
     if rank is None:
         return ""
@@ -179,7 +181,7 @@ def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
     )
 
 
-def inspected(in_files: Sequence[TokenSpans]) -> str:
+def files_digest(in_files: Sequence[TokenSpans]) -> str:
     """Return a fingerprint of the files as this rank sees them; "" if it cannot read them."""
     try:
         return " ".join(spans.sampled_digest().hex() for spans in in_files)
@@ -286,9 +288,9 @@ def make_optimizer(config: Config, module: ShardedModule, model: ModelConfig) ->
 def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) -> TrainingProgress:
     """Fill the parameters, and the optimizer's state if a run resumes. Return the progress. Collective."""
     start, init, module = spec.checkpoint, spec.init, optimizer.module
-    base = [name for name in module.params if not is_adapter(name)]
+    adapters = set(filter(is_adapter, module.params))
     if init is not None and (start is None or spec.model.lora is not None):
-        floats = set(base) - spec.model.stored.keys()
+        floats = module.params.keys() - adapters - spec.model.stored.keys()
         read = finite(init.read, init.path)
         kinds = {} if spec.model.lora is None else dict(spec.model.lora.rounding)
         types = {name: kind for name, kind in kinds.items() if name + FIRST not in module.params}
@@ -303,7 +305,7 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
     if adapter is not None:
         world.run_on_all(lambda: module.load_slices(finite(adapter.read, adapter.path), adapter.tensors))
     elif init is None or spec.model.lora is not None:
-        module.initialize(spec.config.seed, None if init is None else set(module.params) - set(base))
+        module.initialize(spec.config.seed, None if init is None else adapters)
     optimizer.begin()
     return TrainingProgress()
 
@@ -327,13 +329,13 @@ def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, obj
     """
     if not objective.keeps:
         return
-    path = spec.out / KEPT
+    path = spec.out / REFERENCE_FILE
     weights = [None if file is None else weights_digest(file) for file in spec.weights.values()]
     inputs = repr((sorted(spec.description.settings.items()), weights)).encode()
 
     def read() -> np.ndarray[Any, Any] | None:
         with suppress(OSError, UsageError):
-            raw = read_file(path, MOST_KEPT)
+            raw = read_file(path, MOST_REFERENCE)
             if hashlib.sha256(inputs + raw[32:]).digest() == raw[:32]:
                 return np.frombuffer(raw, "<f8", offset=32)
         return None

@@ -49,7 +49,7 @@ class Steps:
         start = time.perf_counter()
         self.rounds(number)
         loss, stop = self.totals()
-        tallies, lr = self.tallied(), self.rate(number)
+        tallies, lr = self.tally_figures(), self.rate(number)
         result = self.session.optimizer.step(lr=lr, max_norm=self.session.config.grad_clip or None)
         self.progress = self.after_a_step()
         record = {"step": number + 1, "loss": loss, "grad_norm": result.grad_norm, "lr": lr}
@@ -76,7 +76,7 @@ class Steps:
         loss, stop, *self.sums = self.accumulator.totals(self.wants_to_stop(), *self.losses.sums)
         return loss, stop > 0
 
-    def tallied(self) -> dict[str, float]:
+    def tally_figures(self) -> dict[str, float]:
         """Return the auxiliary losses of the step before scaling, and the load of experts. Collective."""
         tallies = self.session.module.tallies
         sums = tallies.sums(self.session.module.comm)

@@ -204,27 +204,27 @@ class Outcome:
     """Writer of a rank's status and events. It writes nothing if the job has lost its folder."""
 
     def __init__(self, out: Path, world: World, steps: int) -> None:
-        self.status = Status(out, world.rank, world.size, steps, world.comm.lost)
-        self.events = Events(out, world.rank, world.comm.lost)
-        self._out, self._before = out, dict[str, Any]()
+        self.status = Status(out, world.rank, world.size, steps, world.comm.folder_problem)
+        self.events = Events(out, world.rank, world.comm.folder_problem)
+        self._out, self._previous_job = out, dict[str, Any]()
         world.at_end.append(self.end)
 
     def open(self) -> None:
         """Read the status and last recorded step of the previous job, and write that this job runs."""
         self.status.begin()
-        self._before = self.status.before()
-        status_step = self._before.get("step")  # may be too low; the records have every step
+        self._previous_job = self.status.before()
+        status_step = self._previous_job.get("step")  # may be too low; the records have every step
         step = status_step if type(status_step) is int and status_step <= MOST_STEPS else 0
-        self._before["step"] = max(step, last_step(self._out / METRICS))
+        self._previous_job["step"] = max(step, last_step(self._out / METRICS))
 
     @property
     def follows_a_stop(self) -> bool:
         """Return, on rank 0, whether a batch system stopped the previous job before its first step."""
-        return was_stopped_early(str(self._before.get("reason", "")))
+        return was_stopped_early(str(self._previous_job.get("reason", "")))
 
     def begin(self, start: Start) -> None:
         """Write, on rank 0, an event for the job's start and, after a resume, one for its checkpoint."""
-        session, before = start.session, self._before
+        session, before = start.session, self._previous_job
         self.events.begin(session.progress.step, before, **start.fields())
         if session.resumed is not None:
             ranks = {"from_ranks": before["ranks"]} if "ranks" in before else {}

@@ -156,10 +156,9 @@ class TextModel:
         context = self.config.context_length
         history = [int(i) for i in prompt]
         count = len(self.ids)
-        if not count < len(history) <= context or history[:count] != self.ids:
+        if count == len(history) or history[:count] != self.ids:
             self.reset()
-            count = 0
-        new_ids = history[-max(1, context // 2) :] if len(history) > context else history[count:]
+        new_ids = history[len(self.ids) :]
         for _ in range(tokens):
             if self.decoder.cache.position + len(new_ids) > context:
                 self.reset()

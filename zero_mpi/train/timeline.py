@@ -97,26 +97,15 @@ class Timeline:
         """Stop recording and write the file. Return the problem if this fails, else "". Collective."""
         self.recorder.end_steps()
         spans.stop()
-        now, comm = time.perf_counter(), self.comm
-        begin, end = self._clock, clock_offset(comm)
-        drift, clock_error = (end.lead - begin.lead) / (end.at - begin.at), max(begin.error, end.error)
-
-        def correct(seconds: float) -> float:
-            """Convert a time of this rank to the clock of rank 0."""
-            return seconds - begin.lead - drift * (seconds - begin.at)
-
-        events = [
-            event._replace(begun=correct(event.begun), ended=correct(event.ended))
-            for event in events_of(self.recorder, now)
-        ]
-        first = min(event.begun for event in events)
+        comm, (events, clock_error) = self.comm, self._events()
+        first = min(event.start for event in events)
         answers = comm.allgather_object((first, clock_error, len(events), self.recorder.ends_in))
         begins, errors, counts, ends = zip(*answers, strict=True)
         self.count, self.ends_in = sum(counts), min((step for step in ends if step is not None), default=None)
         facts = {"zero_mpi": __version__, "ranks": comm.size, "clock_error_us": round(1e6 * max(errors), 3)}
         head = json.dumps({"displayTimeUnit": "ms", "otherData": facts | {"ends_in": self.ends_in}})
-        text, problem = as_json(events, comm.rank, platform.node() or "localhost", min(begins)), ""
-        parts = self._parts(text)
+        parts = self._parts(as_json(events, comm.rank, platform.node() or "localhost", min(begins)))
+        problem = ""
         if comm.rank == 0:
             beginning = f'{head[:-1]},\n"traceEvents":[\n'.encode()
             try:
@@ -125,8 +114,21 @@ class Timeline:
                 problem = f"the timeline {self.path} cannot be written: {reason(error)}"
         for _ in parts:  # rank 0 receives the remaining parts after an error; other ranks send here
             pass
-        root_problem: str = comm.broadcast_object(problem)
-        return root_problem
+        return str(comm.broadcast_object(problem))
+
+    def _events(self) -> tuple[list[TraceEvent], float]:
+        """Return this rank's events in times of rank 0's clock, and the clocks' error. Collective."""
+        now, begin, end = time.perf_counter(), self._clock, clock_offset(self.comm)
+        drift = (end.lead - begin.lead) / (end.at - begin.at)
+
+        def correct(seconds: float) -> float:
+            return seconds - begin.lead - drift * (seconds - begin.at)
+
+        events = [
+            event._replace(start=correct(event.start), end=correct(event.end))
+            for event in events_of(self.recorder, now)
+        ]
+        return events, max(begin.error, end.error)
 
     def _parts(self, text: str) -> Iterator[bytes]:
         """Yield the text of all ranks in chunks, on rank 0. Asking for the next chunk is collective."""
@@ -182,7 +184,7 @@ class Tracer:
         self._comm, self._path = comm, None if path is None else Path(path)
         self.first, self.stop = steps or (step + AFTER + 1, step + AFTER + 1 + COUNT)
         self._timeline: Timeline | None = None
-        self._recorded = 0, 0  # first and last step of the timeline
+        self._recorded_steps = 0, 0  # first and last step of the timeline
         if self._path is not None:
             check_place(comm, self._path)
 
@@ -194,7 +196,7 @@ class Tracer:
             self._timeline = Timeline(self._comm, self._path)
         if self._timeline is not None:
             self._timeline.step(step)
-            self._recorded = self._recorded[0] or step, step
+            self._recorded_steps = self._recorded_steps[0] or step, step
 
     def end(self, step: int) -> None:
         """Stop recording after the last step of the job."""
@@ -202,14 +204,14 @@ class Tracer:
             self._write()
             if step + 1 < self.stop:
                 self._say(Caution(f"the run ended before step {self.stop - 1}, the last step to trace"))
-        elif self._path is not None and not self._recorded[0]:
+        elif self._path is not None and not self._recorded_steps[0]:
             cause = f"--trace-steps {self.first}:{self.stop} has no step of this run"
             self._say(Caution(f"no timeline: the run ended after step {step}, and {cause}"))
 
     def _write(self) -> None:
         timeline, self._timeline = self._timeline, None
         assert timeline is not None
-        problem, (first, last), path = timeline.write(), self._recorded, timeline.path
+        problem, (first, last), path = timeline.write(), self._recorded_steps, timeline.path
         if problem:
             self._say(Caution(problem))
             return
@@ -233,9 +235,9 @@ class TraceEvent(NamedTuple):
 
     family: str
     name: str
-    begun: float
-    ended: float
-    about: dict[str, Any]
+    start: float
+    end: float
+    args: dict[str, Any]
 
 
 def events_of(recorder: SpanRecorder, now: float) -> Iterator[TraceEvent]:
@@ -243,19 +245,19 @@ def events_of(recorder: SpanRecorder, now: float) -> Iterator[TraceEvent]:
     seconds, open_spans = recorder.watch.seconds, list(recorder.open)  # copied: another thread may change it
     unfinished = ((*begun, None, recorder.step, None) for begun in open_spans)
     for track, name, label, begun, end, step, micro_batch in (*recorder.spans, *unfinished):
-        args = about_event(name, "" if track == STEPS else label, step, micro_batch)
+        args = event_args(name, "" if track == STEPS else label, step, micro_batch)
         if end is None:
             args["unfinished"] = True
         stop = now if end is None else seconds(end)
         yield TraceEvent(track, f"{name} {label}".rstrip(), seconds(begun), stop, args)
     for kind, label, nbytes, begun, end, step, micro_batch in recorder.transfers:
-        args = about_event(kind, label, step, micro_batch) | {"bytes": nbytes}
+        args = event_args(kind, label, step, micro_batch) | {"bytes": nbytes}
         if end is None or end > now:
             args["unfinished"], end = True, now
         yield TraceEvent(KINDS.get(kind, OTHERS), f"{kind} {label}".rstrip(), begun, end, args)
 
 
-def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
+def event_args(kind: str, label: str, step: int, micro_batch: int | None) -> dict[str, Any]:
     """Return the kind of an event, the unit or scope that its label names, its step and micro-batch."""
     first, _, rest = label.partition(" ")
     unit = {"what": first, "unit": rest} if first in TRAVELS and rest else {"unit": label} if label else {}
@@ -266,9 +268,9 @@ def about_event(kind: str, label: str, step: int, micro_batch: int | None) -> di
 def lanes(events: Iterable[TraceEvent]) -> Iterator[tuple[int, TraceEvent]]:
     """Yield (lane, event) in order of starts. An event gets the first lane that is free when it starts."""
     free_from: list[float] = []
-    for event in sorted(events, key=lambda event: event.begun):
-        lane = next((i for i, end in enumerate(free_from) if end <= event.begun), len(free_from))
-        free_from[lane : lane + 1] = [event.ended]
+    for event in sorted(events, key=lambda event: event.start):
+        lane = next((i for i, end in enumerate(free_from) if end <= event.start), len(free_from))
+        free_from[lane : lane + 1] = [event.end]
         yield lane, event
 
 
@@ -286,10 +288,10 @@ def as_json(events: Sequence[TraceEvent], rank: int, place: str, origin: float) 
     names, lines, process = dict[int, str](), list[dict[str, Any]](), {"ph": "M", "pid": FIRST + rank}
     for thread, track, event in rows:
         names[thread] = track
-        begin = round(1e6 * (event.begun - origin), 3)
-        end = round(1e6 * (max(event.begun, event.ended) - origin), 3)
+        begin = round(1e6 * (event.start - origin), 3)
+        end = round(1e6 * (max(event.start, event.end) - origin), 3)
         entry = {"name": event.name, "cat": event.family, "ph": "X", "pid": FIRST + rank, "tid": thread}
-        lines.append({**entry, "ts": begin, "dur": round(end - begin, 3), "args": event.about})
+        lines.append({**entry, "ts": begin, "dur": round(end - begin, 3), "args": event.args})
     # Of two events that start at the same time, the longer one encloses the other.
     lines.sort(key=lambda line: (line["tid"], line["ts"], -line["dur"]))
     head = [{"name": "process_name", **process, "args": {"name": f"rank {rank} on {place}"}}]

@@ -67,11 +67,10 @@ class Trainer(Steps):
         super().__init__(session)
         config = session.config
         self.world, self.watchdog, self.outcome = world, watchdog, outcome
-        outcome.at(self.progress.step)
         self.records: Records = world.run_on_all(partial(begin_records, session, world.rank))
         self.divergence = Divergence(session.module.loss_scale)
         self.saving = Saving(session, watchdog, outcome.events, self.records)
-        self.saving.saver.prepare = world.comm.lost
+        self.saving.saver.prepare = world.comm.folder_problem
         self.limit = TimeLimit(seconds(config.max_time), find_job() if world.rank == 0 else None)
         self.ended_by = ""
 
@@ -85,9 +84,8 @@ class Trainer(Steps):
         is_known = isinstance(session.loader.windows, Windows)
         share = start.share if is_known else lambda seconds: None
         self.costs = Costs(meter, session.loader.positions_per_step, share)
-        interval, is_pretrained = config.eval_every, config.init is not None
-        self.evaluation = Evaluation(interval, config.steps, self.evaluate, first=is_pretrained)
-        self.early_stop = EarlyStop(self.progress.best, config.patience)
+        self.evaluation = Evaluation(config.eval_every, config.steps, self.evaluate, first=bool(config.init))
+        self.early_stop = EarlyStop(self.progress.best, config.patience, session.objective.unit)
         return [
             SignsOfLife(self.watchdog, self.outcome),
             self.costs,
@@ -124,8 +122,8 @@ class Trainer(Steps):
             log.info("proof: %s", self.records.head)
         self.rank_figures.close(self.progress.tokens - tokens)
         if stop and not self.is_done():
-            signals.caught = self.ended_by.strip() or signals.caught or "a signal to another rank"
-            self.outcome.events.reason = signals.caught
+            signals.name = self.ended_by.strip() or signals.name or "a signal to another rank"
+            self.outcome.events.reason = signals.name
             log.info(
                 "stopped after step %d%s; the same command continues it", self.progress.step, self.ended_by
             )
@@ -147,7 +145,7 @@ class Trainer(Steps):
 
     def totals(self) -> tuple[float, bool]:
         """Return the loss over all ranks, and whether a rank asks to stop. Raise errors of failed writes."""
-        fails = self.saving.saver.failed or bool(self.world.comm.lost() or self.records.problem)
+        fails = self.saving.saver.failed or bool(self.world.comm.folder_problem() or self.records.problem)
         saves = self.world.rank == 0 and self.saving.clock_says_so()
         flags = self.wants_to_stop(), fails, saves
         loss, stop, failed, save, *self.sums = self.accumulator.totals(*flags, *self.losses.sums)
@@ -165,7 +163,7 @@ class Trainer(Steps):
         """Return whether this rank received a signal, or, on rank 0, whether time runs out."""
         if self.world.rank == 0 and self.limit.left() < self.seconds_needed():
             self.ended_by = f" in time for {self.limit.name}"
-        return bool(signals.caught or self.ended_by)
+        return bool(signals.name or self.ended_by)
 
     def seconds_needed(self) -> float:
         """Return the seconds to reserve for another step, an evaluation and the last checkpoint."""
@@ -240,9 +238,9 @@ def start_of(session: Session) -> JobStart:
 
 def is_over(session: Session) -> bool:
     """Return whether the run to resume has already ended. The answer is the same on all ranks."""
-    made_all = session.progress.step >= session.config.steps
-    has_stopped = session.progress.best.is_used_up(session.config.patience)
-    return session.resumed is not None and (made_all or has_stopped)
+    progress, config = session.progress, session.config
+    is_done = progress.step >= config.steps or progress.best.is_used_up(config.patience)
+    return session.resumed is not None and is_done
 
 
 def say_over(session: Session) -> None:

@@ -16,7 +16,7 @@ from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config import inputs
 from zero_mpi.config.bounds import check, within
-from zero_mpi.config.command_line import add_settings, given
+from zero_mpi.config.command_line import add_settings, split_flags
 from zero_mpi.config.settings import OF_TEMPLATES, Config, spelled
 from zero_mpi.data import Tokenizer, holds_token_files
 from zero_mpi.data.corpus import tokenizers_of
@@ -26,7 +26,7 @@ from zero_mpi.files.foreign import show, shown
 from zero_mpi.files.gguf_keys import TOKENS, GGUFKeys
 from zero_mpi.launch.consistency import short_digest
 from zero_mpi.models import ModelConfig
-from zero_mpi.train.description import settings, what_was_read
+from zero_mpi.train.description import input_facts, settings
 from zero_mpi.train.resolve import set_threads
 from zero_mpi.train.resume import settled_bos
 
@@ -124,7 +124,7 @@ def make_parser() -> Parser:
 
 def read_task(arguments: Sequence[str]) -> Task:
     """Return the task of a command line. Raise UsageError for flags that do not fit together."""
-    settings, flags = given(make_parser(), arguments, SETTINGS)
+    settings, flags = split_flags(make_parser(), arguments, SETTINGS)
     config = Config(init=flags.pop("model"), val_fraction=0.0, freeze=["*"], **settings)
     check(config)
     flags |= {key: Path(flags[key]) for key in ("choices", "json", "imatrix", "top_k_out") if key in flags}
@@ -212,7 +212,7 @@ def open_models(task: Task, number: int) -> tuple[OpenInputs, Facts]:
     facts: dict[str, object] = {}
     for subject in candidates:
         of_model = replace(config, init=subject.path)
-        facts |= what_was_read(of_model, None, subject.source, subject.model, tokenizer)
+        facts |= input_facts(of_model, None, subject.source, subject.model, tokenizer)
         if subject.lora is not None:
             adapter = adapter_source(subject.lora, subject.source.metadata)
             facts[f"the adapter of --lora {subject.lora}"] = weights_digest(adapter)

@@ -15,7 +15,7 @@ from zero_mpi.cli.parser import Parser
 from zero_mpi.cli.text import write
 from zero_mpi.config import inputs
 from zero_mpi.config.bounds import check, within
-from zero_mpi.config.command_line import given, joined
+from zero_mpi.config.command_line import joined, split_flags
 from zero_mpi.config.command_line import make_parser as train_parser
 from zero_mpi.config.inputs import settled
 from zero_mpi.config.settings import FIELDS, Config, spelled
@@ -93,7 +93,7 @@ def make_parser() -> Parser:
 
 def read(arguments: Sequence[str]) -> Question:
     """Return the cases that a command line describes. Raise UsageError for invalid flags."""
-    flags, options = given(make_parser(), arguments, ("config", *FIELDS))
+    flags, options = split_flags(make_parser(), arguments, ("config", *FIELDS))
     path = flags.pop("config", None)
     settings = joined(read_toml(Path(path), []) if path else {}, flags)
     config = Config(**settings)

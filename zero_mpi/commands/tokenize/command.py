@@ -123,7 +123,7 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: W
     signals.enter(STEPS)
     progress = work.ProgressSum(
         world, watchdog, "writing token files", total, total - remaining,
-        lambda: bool(signals.caught or world.comm.lost()),
+        lambda: bool(signals.name or world.comm.folder_problem()),
     )  # fmt: skip
     is_done = progress.run(partial(work.encode_parts, encoding, [new[place] for place in share]))
     world.check()
@@ -135,7 +135,7 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: W
         count = sum(read_record(out, part.name) is not None for part in parts)
         state = f"{count} of {plural(len(parts), 'part')} are complete"
         log.info("%s", f"stopped: {state}; run the same command to continue")
-    signals.caught = signals.caught or "a signal to another rank"
+    signals.name = signals.name or "a signal to another rank"
     return REQUEUE
 
 

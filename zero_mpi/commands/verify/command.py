@@ -42,7 +42,7 @@ from zero_mpi.commands.verify.history import (
 )
 from zero_mpi.config import toml
 from zero_mpi.config.bounds import check, within
-from zero_mpi.config.command_line import add_settings, given, joined
+from zero_mpi.config.command_line import add_settings, joined, split_flags
 from zero_mpi.config.settings import FIELDS, Config, spelled
 from zero_mpi.config.toml import checked_type, read_toml
 from zero_mpi.data.conversations.chat_template import DAY
@@ -134,7 +134,7 @@ def make_parser() -> Parser:
 
 def read_request(arguments: Sequence[str]) -> Request:
     """Return the request of a command line, with the settings of the run and the current paths."""
-    overrides, flags = given(make_parser(), arguments, OWN)
+    overrides, flags = split_flags(make_parser(), arguments, OWN)
     run = Path(flags.pop("run"))
     for name in ("from", "to", "sample", "seed"):
         within(name, flags.get(name, 0), 0, MOST_SEED)
