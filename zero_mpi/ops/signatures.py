@@ -138,12 +138,10 @@ def example(operation: Any, sizes: Mapping[str, Any], draw: Callable[..., Any], 
     arguments: dict[str, Any] = {}
     for number, parameter in enumerate(inspect.signature(operation).parameters.values()):
         entry = entries.get(parameter.name)
-        if entry is None or not entry.axes:
-            arguments[parameter.name] = EXAMPLES.get(parameter.annotation)
-        elif full or not entry.optional:
-            arguments[parameter.name] = draw(shape_of(entry.axes, sizes), entry.kind, number, limit)
-        else:
-            arguments[parameter.name] = None
+        value = EXAMPLES.get(parameter.annotation)  # None for an optional array
+        if entry is not None and entry.axes and (full or not entry.optional):
+            value = draw(shape_of(entry.axes, sizes), entry.kind, number, limit)
+        arguments[parameter.name] = value
     return arguments
 
 

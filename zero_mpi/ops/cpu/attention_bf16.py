@@ -178,7 +178,7 @@ class KeySums:
             sequences, heads = tiles[0].shape[:2]
             self._shape = sequences, heads, result.shape[1], result.shape[3]
             size = prod(self._shape)
-            self._sums, self._low = recycled((size,)), recycled((size,), BFLOAT16)
+            self._sums, self._rounded_sums = recycled((size,)), recycled((size,), BFLOAT16)
 
     def add(self, multiplies: Multiply, tile: Tile, weights: Array, x: Array) -> None:
         """Add weights^T x for the rows and heads of a tile."""
@@ -193,6 +193,6 @@ class KeySums:
         adds = not (tile.is_first and sees_all)
         multiplies(weights.swapaxes(2, 3), x, sums[:, :, tile.positions], adds=adds)
         if tile.is_last:
-            lower(self._sums[:size], bits(self._low[:size]))
+            lower(self._sums[:size], bits(self._rounded_sums[:size]))
             gradient = self._result[tile.sequences, :, tile.keys]
-            gradient[...] = self._low[:size].reshape(shape).transpose(0, 2, 1, 3)
+            gradient[...] = self._rounded_sums[:size].reshape(shape).transpose(0, 2, 1, 3)

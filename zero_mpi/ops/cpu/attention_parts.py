@@ -154,8 +154,8 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
                 shape = (*count, n, m)
                 places = (sequences, queries, keys, slice(r, r + n), slice(m))
                 blocks.append(Tile(shape, *places, weights, sums, is_first, is_last))
-                weights += count[0] * count[1] * n * m
-                sums += count[0] * count[1] * n
+                weights += prod(shape)
+                sums += prod(shape[:3])
     return tuple(blocks)
 
 

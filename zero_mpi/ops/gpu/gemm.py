@@ -130,7 +130,7 @@ class LtGemm:
         self._numbers = np.array([spec.scale, spec.c is not None], np.float32)  # each product reads them
         self._scale, self._beta = (self._numbers.ctypes.data + 4 * place for place in (0, 1))
         self._bias = ctypes.c_uint64(spec.bias)
-        self._at_bias = ctypes.addressof(self._bias)
+        self._bias_address = ctypes.addressof(self._bias)
         self._bias_pointer = int(lt.MatmulDescAttribute.BIAS_POINTER)
         # Our arrays are row-major, so cuBLASLt's A is our b and its B is our a.
         self.description = lt.matmul_desc_create(COMPUTE_32F, SINGLE)
@@ -213,7 +213,7 @@ class LtGemm:
         products, (of_b, of_a, of_c, of_d) = self._products, self.layouts
         if bias and bias != self._bias.value:
             self._bias.value = bias
-            self._lt.matmul_desc_set_attribute(self.description, self._bias_pointer, self._at_bias, 8)
+            self._lt.matmul_desc_set_attribute(self.description, self._bias_pointer, self._bias_address, 8)
         self._lt.matmul(
             products.handle, self.description, self._scale, b, of_b, a, of_a,
             self._beta, c, of_c, d, of_d, self.algorithm,
