@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.comm.gpu.probe import Driver
-from zero_mpi.device import Done
+from zero_mpi.device import Marker
 from zero_mpi.device.ordered_sum import ordered_sum
 
 ALIGNMENT = 256
@@ -71,16 +71,16 @@ class DriverSide:
             self.driver.open()
             self._threads.adopted = True
 
-    def begin(self) -> Done:
-        return Done()
+    def begin(self) -> Marker:
+        return Marker()
 
-    def follow(self, mark: Done) -> None:
+    def follow(self, mark: Marker) -> None:
         pass
 
-    def mark(self) -> Done:
-        return Done()
+    def mark(self) -> Marker:
+        return Marker()
 
-    def join(self, mark: Done) -> None:
+    def join(self, mark: Marker) -> None:
         pass
 
     def empty(self, size: int, dtype: Any) -> DriverArray:

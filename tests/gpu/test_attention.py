@@ -160,7 +160,7 @@ def test_long_sequences_go_in_blocks(gpu, take_way, kind, shape, monkeypatch):
     arrays = case(kind, shape)
     full = both(gpu, arrays)
     of_shapes = attention.sizes_of(*arrays[:3])
-    row = 4 * of_shapes.groups * of_shapes.shared * of_shapes.across
+    row = 4 * of_shapes.groups * of_shapes.per_key * of_shapes.across
     for rows in (1, 7, 16, 20):
         monkeypatch.setattr(sizes, "SCORES", rows * row)
         parts = list(attention.blocks(of_shapes))
@@ -296,7 +296,7 @@ def test_the_way_is_a_choice(gpu, take_way, monkeypatch):
     take_way("fast")
     with pytest.raises(UsageError, match="auto, own, cudnn, any-order"):
         both(gpu, arrays)
-    monkeypatch.setattr(sdpa, "_made", (None, None, ""))
+    monkeypatch.setattr(sdpa, "_library", (None, None, ""))
     monkeypatch.setitem(sys.modules, "cudnn", None)
     take_way("cudnn")
     with pytest.raises(UsageError, match="cuDNN cannot be used"):

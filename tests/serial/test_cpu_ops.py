@@ -170,7 +170,7 @@ def test_fused_is_the_reference(name, make, layout):
 
 def test_all_operations_are_fused():
     assert OPERATIONS.keys() - FUSED.keys() == {"linear_wide", "route_backward"}  # matmul; small operation
-    assert all(OPERATIONS[name].dispatch(np.ndarray) is VERSIONS[np.ndarray][name] for name in FUSED)
+    assert all(OPERATIONS[name].registry[np.ndarray] is VERSIONS[np.ndarray][name] for name in FUSED)
 
 
 @pytest.mark.parametrize("operations", [cpu, reference])

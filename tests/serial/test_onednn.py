@@ -15,7 +15,7 @@ pytest.importorskip("numba")
 from zero_mpi import ops
 from zero_mpi.ops import low_precision, reference
 from zero_mpi.ops.cpu import onednn, products
-from zero_mpi.ops.registry import defined
+from zero_mpi.ops.registry import definitions
 
 BF = np.dtype(ml_dtypes.bfloat16)
 LIBRARY, WHY = onednn.load()
@@ -51,7 +51,7 @@ def test_a_forward_is_what_is_defined(shape, by_library, monkeypatch):
     results = [ops.linear(*case) for case in cases]
     monkeypatch.undo()
     for ours, case in zip(results, cases, strict=True):
-        assert_near(ours, defined.linear(*case))
+        assert_near(ours, definitions.linear(*case))
 
 
 @needs_library
@@ -71,7 +71,7 @@ def test_a_backward_is_what_is_defined(shape, kind, by_library, monkeypatch):
 
     results = all_of(ops)
     monkeypatch.undo()
-    for ours, theirs in zip(results, all_of(defined), strict=True):
+    for ours, theirs in zip(results, all_of(definitions), strict=True):
         assert_near(ours, theirs)
 
 
@@ -82,12 +82,12 @@ def test_a_product_that_the_library_has_not_is_computed_all_the_same(monkeypatch
     def refuses(*arguments):
         raise onednn.OneDNNError("not implemented")
 
-    monkeypatch.setattr(LIBRARY.own, "products", {})
+    monkeypatch.setattr(LIBRARY.of_thread, "products", {})
     monkeypatch.setattr(onednn.Product, "__init__", refuses)
-    assert_near(ops.linear(x, w), defined.linear(x, w))
+    assert_near(ops.linear(x, w), definitions.linear(x, w))
     ops.linear_backward_w(ops.linear(x, w), x, dw)
     expected = np.ones((4, 9), np.float32)
-    defined.linear_backward_w(ops.linear(x, w), x, expected)
+    definitions.linear_backward_w(ops.linear(x, w), x, expected)
     assert_near(dw, expected)
 
 
@@ -103,7 +103,7 @@ def test_a_head_with_its_loss_is_what_is_defined(kind, rows_at_once, by_library,
     loss_only, no_dx = ops.linear_cross_entropy(x, w, b, targets, 0.1, need_dx=False)
     monkeypatch.undo()
     expected = np.ones((50, 24), kind)
-    expected_loss, slope = defined.linear_cross_entropy(x, w, b, targets, 0.1, expected)
+    expected_loss, slope = definitions.linear_cross_entropy(x, w, b, targets, 0.1, expected)
     assert loss == loss_only == pytest.approx(expected_loss, rel=1e-6)
     assert no_dx is None
     assert (dx.dtype, dw.dtype) == (BF, kind)
@@ -147,22 +147,22 @@ def test_large_products_of_float32_are_as_defined(rows):
 def test_products_of_many_shapes_do_not_pile_up(monkeypatch):
     """The cache holds MOST_PRODUCTS products and destroys the others; a destroyed one is created again."""
     monkeypatch.setattr(onednn, "MOST_PRODUCTS", 4)
-    monkeypatch.setattr(LIBRARY.own, "products", {})
+    monkeypatch.setattr(LIBRARY.of_thread, "products", {})
     given_back = []
     destroy = onednn.Product.destroy
     monkeypatch.setattr(onednn.Product, "destroy", lambda self: (given_back.append(self), destroy(self)))
     w = drawn(24, 40)
     for rows in [*range(1, 8), 7, 6, 1]:
         x = drawn(rows, 40)
-        assert_near(ops.linear(x, w), defined.linear(x, w))
-    assert (len(LIBRARY.own.products), len(given_back)) == (4, 4)
+        assert_near(ops.linear(x, w), definitions.linear(x, w))
+    assert (len(LIBRARY.of_thread.products), len(given_back)) == (4, 4)
 
 
 @needs_library
 @pytest.mark.parametrize("kind", [BF, np.float32])
 def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, kind):
     """A product for an expert may be computed with additional rows, such as another expert's rows of NaN."""
-    monkeypatch.setattr(LIBRARY.own, "products", {})
+    monkeypatch.setattr(LIBRARY.of_thread, "products", {})
     w, random = drawn(5, 240, 400).astype(kind), np.random.default_rng(0)
     for number in range(12):
         counts = random.integers(0, 150, 5)
@@ -172,13 +172,13 @@ def test_experts_share_products_whatever_number_of_rows_they_have(monkeypatch, k
             x[starts[2]], dy[starts[2]] = np.nan, np.nan
         actual, expected = np.ones((2, 5, 240, 400), np.float32)
         other = into.copy()
-        for version, dw, dx in ((ops, actual, into), (defined, expected, other)):
+        for version, dw, dx in ((ops, actual, into), (definitions, expected, other)):
             version.grouped_linear_backward_w(dy, x, dw, starts)
             version.grouped_linear_backward_x(dy, w, starts, dx)
         assert_near(actual, expected)
         assert_near(into, other)
-        assert_near(ops.grouped_linear(x, w, starts, plus), defined.grouped_linear(x, w, starts, plus))
-    assert len(LIBRARY.own.products) <= 4 * 10  # far fewer than 60 numbers of rows times 3 kinds
+        assert_near(ops.grouped_linear(x, w, starts, plus), definitions.grouped_linear(x, w, starts, plus))
+    assert len(LIBRARY.of_thread.products) <= 4 * 10  # far fewer than 60 numbers of rows times 3 kinds
 
 
 @needs_library

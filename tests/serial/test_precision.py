@@ -15,7 +15,7 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.compat.accumulation import GradAccum
 from zero_mpi.ops import low_precision, reference
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
-from zero_mpi.ops.registry import OPERATIONS, VERSIONS, defined
+from zero_mpi.ops.registry import OPERATIONS, VERSIONS, definitions
 from zero_mpi.sharding.precision import (
     FIRST_EXPONENT,
     FP16,
@@ -168,7 +168,7 @@ ELSEWHERE |= {
 }
 CALLS |= {
     name: lambda o, name=name: by_signature(o, name)
-    for name in low_precision.WIDENED.keys() - CALLS.keys() - ELSEWHERE
+    for name in low_precision.SIGNATURES.keys() - CALLS.keys() - ELSEWHERE
 }
 CALLS |= {
     f"norm_backward, {np.dtype(kind)}": lambda o, kind=kind: norm_backwards(o, kind)
@@ -180,7 +180,7 @@ CALLS |= {
 def test_kernels_of_bfloat16_do_what_is_defined(name):
     """A kernel's last bit may differ only if a float32 is near the midpoint of two bfloat16 numbers."""
     pytest.importorskip("numba")
-    out, expected = CALLS[name](ops), CALLS[name](defined)
+    out, expected = CALLS[name](ops), CALLS[name](definitions)
     pairs = [(out, expected)] if isinstance(out, np.ndarray) else list(zip(out, expected, strict=True))
     for ours, theirs in pairs:
         assert ours.dtype == theirs.dtype
@@ -256,7 +256,7 @@ def test_numbers_that_are_not_finite_stay_so():
     assert np.isnan(ops.add(odd, odd[::-1]).astype(np.float32)).sum() == 1
     assert np.isinf(ops.add(odd, odd).astype(np.float32)).sum() == 3, "2 x 3e38 is infinite"
     huge = np.full((2, 4), 1e30, np.float32)  # the square overflows; the gradient's norm shows this
-    assert not ops.rms_norm.dispatch(object)(huge, np.ones(4, np.float32), 1e-5)[0].any()
+    assert not ops.rms_norm.registry[object](huge, np.ones(4, np.float32), 1e-5)[0].any()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2 tied", "qwen3"])

@@ -22,7 +22,7 @@ class Plain(np.ndarray):
 
 
 for operation in OPERATIONS.values():
-    operation.register(Plain, operation.dispatch(object))
+    operation.register(Plain, operation.registry[object])
 
 
 def spread(x: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.tensor_file import CHUNK
 from zero_mpi.checkpoint.weights import WeightSource, keys_of
 from zero_mpi.comm import Comm, Partition
-from zero_mpi.device import Done
+from zero_mpi.device import Marker
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import GGUFKeys
@@ -257,7 +257,7 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, str, str], Array] = {}
-        self.complete: Any = Done()  # event that is done once the device has made the last copies
+        self.complete: Any = Marker()  # event that is done once the device has made the last copies
 
     def take(self, role: str, contributions: Sequence[Contribution]) -> list[Contribution]:
         """Return copies of the contributions to a file. Their values are valid once `complete` is done."""

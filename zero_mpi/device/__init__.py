@@ -22,11 +22,11 @@ import numpy as np
 
 from zero_mpi import environment
 from zero_mpi.device.cuda import Cuda, CudaMark, gpus, import_cupy, libraries, why_no_gpu
-from zero_mpi.device.host import HOST, Done, Host, HostStopwatch
+from zero_mpi.device.host import HOST, Host, HostStopwatch, Marker
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 
-__all__ = ["HOST", "Cuda", "CudaMark", "Done", "Host", "HostStopwatch", "gpus", "import_cupy", "libraries"]
+__all__ = ["HOST", "Cuda", "CudaMark", "Host", "HostStopwatch", "Marker", "gpus", "import_cupy", "libraries"]
 
 Device = Host | Cuda
 _in_use: Device = HOST

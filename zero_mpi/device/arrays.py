@@ -75,11 +75,8 @@ class BufferPool:
     def take(self, size: int) -> Array:
         """Return a buffer of at least `size` elements: the smallest free buffer that fits, or a new one."""
         fitting = [buffer for buffer in self._free if buffer.size >= size]
-        if fitting:
-            buffer = min(fitting, key=lambda candidate: int(candidate.size))
-            self._free = [other for other in self._free if other is not buffer]
-        else:
-            buffer = self._device.empty(size)
+        buffer = min(fitting, key=lambda other: int(other.size)) if fitting else self._device.empty(size)
+        self._free = [other for other in self._free if other is not buffer]
         self._lent[id(buffer)] = buffer
         return buffer
 
@@ -132,7 +129,7 @@ class _Lease(weakref.ref[Any]):
     block: _Block
 
 
-def _came_back(lease: _Lease) -> None:
+def _return_block(lease: _Lease) -> None:
     lease.block.lease = None
     lease.block.home.append(lease.block)
 
@@ -150,8 +147,8 @@ class Recycler:
         self._device = device
         self._blocks: list[_Block] = []
         self._free: dict[int, list[_Block]] = {}  # by size class; append and pop of a list need no lock
-        self._rest: Array | None = None  # unused rest of the last chunk
-        self._cuts = threading.Lock()
+        self._chunk_rest: Array | None = None  # unused rest of the last chunk
+        self._lock = threading.Lock()
 
     def take(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Array:
         """Return an uninitialised, aligned array; reuse a free block of its size class if there is one."""
@@ -165,16 +162,16 @@ class Recycler:
             block = _Block(self._cut(size), home)
             self._blocks.append(block)
         owner, array = self._device.lend(block.memory, shape, dtype)
-        block.lease = lease = _Lease(owner, _came_back)
+        block.lease = lease = _Lease(owner, _return_block)
         lease.block = block
         return array
 
     def _cut(self, size: int) -> Array:
         """Return memory for a block, from the last chunk or from a new one."""
-        with self._cuts:
-            if self._rest is None or self._rest.size < size:
-                self._rest = self._device.lasting(max(size, self._device.chunk))
-            memory, self._rest = self._rest[:size], self._rest[size:]
+        with self._lock:
+            if self._chunk_rest is None or self._chunk_rest.size < size:
+                self._chunk_rest = self._device.lasting(max(size, self._device.chunk))
+            memory, self._chunk_rest = self._chunk_rest[:size], self._chunk_rest[size:]
             return memory
 
     def trim(self) -> None:
@@ -182,7 +179,7 @@ class Recycler:
 
         A chunk is freed when all of its blocks are freed.
         """
-        self._rest = None
+        self._chunk_rest = None
         free = {id(block) for home in self._free.values() for block in home}
         self._blocks = [block for block in self._blocks if id(block) not in free]
         for home in self._free.values():

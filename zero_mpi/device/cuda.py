@@ -52,8 +52,8 @@ class Cuda:
         self.number = number
         self._threads = threading.local()
         self.choose()
-        self.stream, self._copies = (self.cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-        self._fetched: CudaMark | None = None
+        self.stream, self._copy_stream = (self.cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        self._fetch_mark: CudaMark | None = None
         self.stream.__enter__()  # never exited: the end of any `with` would reset a stream that `use` had set
 
     @property
@@ -120,21 +120,21 @@ class Cuda:
         Later work runs concurrently with the copies. Call `before_update` before the arrays change.
         """
         runtime = self.cupy.cuda.runtime
-        self._copies.wait_event(self.mark().event)
+        self._copy_stream.wait_event(self.mark().event)
         for target, source in pairs:
             if isinstance(source, self.cupy.ndarray):
                 places = target.ctypes.data, source.data.ptr, source.nbytes
-                runtime.memcpyAsync(*places, runtime.memcpyDeviceToHost, self._copies.ptr)
+                runtime.memcpyAsync(*places, runtime.memcpyDeviceToHost, self._copy_stream.ptr)
             else:
                 target[...] = source
-        self._fetched = self.mark(self._copies)
-        return self._fetched
+        self._fetch_mark = self.mark(self._copy_stream)
+        return self._fetch_mark
 
     def before_update(self) -> None:
         """Make later computation wait for the copies of `fetch`."""
-        if self._fetched is not None:
-            self.wait_for(self._fetched)
-            self._fetched = None
+        if self._fetch_mark is not None:
+            self.wait_for(self._fetch_mark)
+            self._fetch_mark = None
 
     def record(self, work: Callable[[], Any]) -> tuple[Any, Any, Any]:
         """Record `work` as a CUDA graph without running it; return the graph, the result, and the pool."""
@@ -181,7 +181,7 @@ class CudaStopwatch:
 
     def __init__(self, cuda: Any, stream: Any) -> None:
         self._cuda, self._stream = cuda, stream
-        self._first, self._begun = self._known()
+        self._first_event, self._first_time = self._event_and_time()
         self._rate = 0.0  # host seconds per GPU millisecond; 0: not known yet
 
     def stamp(self) -> Any:
@@ -189,7 +189,7 @@ class CudaStopwatch:
         event.record(self._stream)
         return event
 
-    def _known(self) -> tuple[Any, float]:
+    def _event_and_time(self) -> tuple[Any, float]:
         """Return an event, and the host time at which the GPU reached it."""
         self._stream.synchronize()
         before = time.perf_counter()
@@ -202,9 +202,9 @@ class CudaStopwatch:
         if isinstance(stamp, float):
             return stamp
         if not self._rate:
-            last, ended = self._known()
-            self._rate = (ended - self._begun) / self._cuda.get_elapsed_time(self._first, last)
-        return float(self._begun + self._cuda.get_elapsed_time(self._first, stamp) * self._rate)
+            last, ended = self._event_and_time()
+            self._rate = (ended - self._first_time) / self._cuda.get_elapsed_time(self._first_event, last)
+        return float(self._first_time + self._cuda.get_elapsed_time(self._first_event, stamp) * self._rate)
 
 
 def import_cupy() -> Any:

@@ -15,7 +15,7 @@ from zero_mpi.device.types import ALIGNMENT, Array
 HUGE_PAGE = 2 << 20  # bytes, on x86-64 and other processors with pages of 4 KiB
 
 
-class Done:
+class Marker:
     """Marker after work that is already complete, because the host computes synchronously."""
 
     done = True
@@ -85,14 +85,14 @@ class Host:
         """Copy arrays, given as (target, source); return a marker after the last copy."""
         for target, source in pairs:
             target[...] = source
-        return Done()
+        return Marker()
 
     def before_update(self) -> None:
         """Order later computation after the copies of `fetch`, which are already complete."""
 
     def mark(self) -> Any:
         """Return a marker after all work so far, which is already complete on the host."""
-        return Done()
+        return Marker()
 
     def wait_for(self, mark: Any) -> None:
         """Return immediately: the work before a marker is complete."""

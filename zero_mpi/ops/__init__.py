@@ -18,16 +18,16 @@ from threadpoolctl import threadpool_limits
 from zero_mpi import device, environment
 from zero_mpi.ops import code_cache, low_precision, threads
 from zero_mpi.ops.reference import *  # noqa: F403  (for type checkers)
-from zero_mpi.ops.registry import OPERATIONS, VERSIONS, register
+from zero_mpi.ops.registry import OPERATIONS, register
 
 globals().update(OPERATIONS)
 
-_INSTEAD = {  # reason why operations are not compiled -> whether this reason applies
+_OBSTACLES = {  # reason why operations are not compiled -> whether this reason applies
     "ZERO_MPI_OPS=reference disables compiled operations": os.environ.get("ZERO_MPI_OPS") == "reference",
     "NUMBA_DISABLE_JIT keeps numba from compiling": os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"),
     "numba is not installed: pip install 'zero-mpi[fast,onednn]'": find_spec("numba") is None,
 }
-_compiles = not any(_INSTEAD.values())
+_compiles = not any(_OBSTACLES.values())
 GENERATION = "generation"  # kernels that only generation needs
 
 
@@ -37,7 +37,7 @@ def backend() -> str:
         from zero_mpi.ops import gpu
 
         return gpu.about()
-    return f"numba {code_cache.installed('numba')}" if _compiles else "numpy"
+    return f"numba {code_cache.package_version('numba')}" if _compiles else "numpy"
 
 
 def compiles() -> bool:
@@ -54,7 +54,7 @@ def products(kind: Any) -> tuple[str, str]:
         return "", ""
     if kind not in (np.float32, low_precision.BFLOAT16):
         return "", "no CPU kernel multiplies float16"
-    library, reason = None, next((text for text, applies in _INSTEAD.items() if applies), "")
+    library, reason = None, next((text for text, applies in _OBSTACLES.items() if applies), "")
     if _compiles:
         from zero_mpi.ops.cpu import onednn
 
@@ -101,7 +101,7 @@ def prepare(say: Callable[[str], object] | None = None, kind: Any = np.float32) 
         prepare_gpu()
     elif _compiles:
         prepare_cpu()
-        for name in ("float32", "bfloat16")[: 1 + (kind == low_precision.BFLOAT16)]:
+        for name in ("float32", "bfloat16") if kind == low_precision.BFLOAT16 else ("float32",):
             fill_cache(name, say)
 
 
@@ -118,7 +118,7 @@ def fill_cache(kind: str, say: Callable[[str], object] | None = None) -> None:
         products.load()
     if kind == GENERATION:
         from zero_mpi.ops.cpu import decode  # noqa: F401
-    jit.compile_all("bfloat16" if kind == "bfloat16" else "float32")
+    jit.compile_all(kind)
     code_cache.mark_complete(kind)
 
 
@@ -140,21 +140,19 @@ def prepare_cpu() -> None:
     """Register compiled operations for NumPy arrays."""
     from zero_mpi.ops import cpu  # noqa: F401
 
-    for name in OPERATIONS.keys() - VERSIONS[np.ndarray].keys():  # these operations have no kernel
-        OPERATIONS[name].register(np.ndarray, OPERATIONS[name].dispatch(object))
     register(np.ndarray)
 
 
-def _on_first_use(name: str) -> Callable[..., Any]:
+def _on_first_use(operation: Any) -> Callable[..., Any]:
     """Return a placeholder for an operation; the placeholder imports the kernels when it is called."""
 
     def load_and_call(*arguments: Any, **keywords: Any) -> Any:
         prepare_cpu()
-        return OPERATIONS[name](*arguments, **keywords)
+        return operation(*arguments, **keywords)
 
     return load_and_call
 
 
 if _compiles:
-    for _name in OPERATIONS:
-        OPERATIONS[_name].register(np.ndarray, _on_first_use(_name))
+    for _operation in OPERATIONS.values():
+        _operation.register(np.ndarray, _on_first_use(_operation))

@@ -14,6 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from zero_mpi.device.types import Array
 
+CHUNK = 1 << 18  # elements converted at a time, to bound temporary arrays; a multiple of every block size
 PLAIN = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 PACKED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 RARE = (  # older versions of the package gguf lack some of these types
@@ -51,5 +52,4 @@ def finite_blocks(raw: Array, kind: str) -> Array:
     """Return a mask of blocks: True if all elements are finite. raw: the blocks; kind: one of `PACKED`."""
     blocks = np.ascontiguousarray(raw).reshape(-1, BLOCK_KINDS[kind].nbytes)
     scales = [blocks[:, offset : offset + 2].copy().view(np.uint16) & EXPONENT for offset in SCALES[kind]]
-    mask: Array = (np.hstack(scales) != EXPONENT).all(axis=1)
-    return mask
+    return (np.hstack(scales) != EXPONENT).all(axis=1)

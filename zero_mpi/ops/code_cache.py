@@ -26,7 +26,7 @@ PACKAGES = ("numba", "llvmlite", "numpy", "scipy")
 COMPLETE = "complete-{}"  # name of the file that marks a folder with all kernels of a type
 
 
-def installed(package: str) -> str:
+def package_version(package: str) -> str:
     """Return a package's version, or an empty string if it is not installed."""
     try:
         return version(package)
@@ -49,14 +49,14 @@ def processor() -> str:
 def key() -> str:
     """Return the folder's name, which contains a hash of everything that the code depends on."""
     digest = hashlib.sha256()
-    place = str(SOURCES)  # the path is also part of the key of numba's own cache
-    machine = platform.machine(), processor()
-    for text in (place, platform.python_version(), *machine, *map(installed, PACKAGES)):
+    # The path is also part of the key of numba's own cache.
+    facts = str(SOURCES), platform.python_version(), platform.machine(), processor()
+    for text in (*facts, *map(package_version, PACKAGES)):
         digest.update(text.encode() + b"\0")
     sources = [SOURCES.parent / name for name in ("elementary.py", "block_kinds.py", "../arguments.py")]
     for path in [*sources, *sorted(SOURCES.parent.glob("*reference.py")), *sorted(SOURCES.glob("*.py"))]:
         digest.update(path.read_bytes() + b"\0")
-    return f"numba-{installed('numba')}-{digest.hexdigest()[:12]}"
+    return f"numba-{package_version('numba')}-{digest.hexdigest()[:12]}"
 
 
 def candidates() -> Iterator[Path]:

@@ -23,7 +23,7 @@ from zero_mpi.environment import portable
 
 T = TypeVar("T")
 
-EXACTLY = Context(prec=40)
+CONTEXT = Context(prec=40)
 LN2_HIGH, LN2_LOW = float.fromhex("0x1.62e42fefa2000p-1"), float.fromhex("0x1.9ef35793c7673p-41")
 ROOT_HALF = math.sqrt(0.5)
 QUARTER_TURN = tuple(
@@ -56,8 +56,7 @@ def log_of_array(x: Array) -> Array:
     """Return the float64 logarithms of finite numbers above 0."""
     m, e = np.frexp(x)
     small = m < ROOT_HALF
-    logarithms: Array = log_of_parts(np.where(small, m + m, m), (e - small).astype(np.float64))
-    return logarithms
+    return log_of_parts(np.where(small, m + m, m), (e - small).astype(np.float64))
 
 
 def exp_of_array(x: Array) -> Array:
@@ -72,13 +71,13 @@ def decimal_log(x: float) -> float:
     """Return the logarithm of a number above 0, rounded once. Raise ValueError for other numbers."""
     if not x > 0:
         raise ValueError(f"the logarithm of {x}: expected a number above 0")
-    return float(Decimal(x).ln(EXACTLY))
+    return float(Decimal(x).ln(CONTEXT))
 
 
 @lru_cache(maxsize=256)
 def decimal_power(x: float, y: float) -> float:
     """Return x^y, rounded once, for x >= 0; if x is 0, y must not be negative."""
-    return float(EXACTLY.power(Decimal(x), Decimal(y))) if x and y else float(not y)
+    return float(CONTEXT.power(Decimal(x), Decimal(y))) if x and y else float(not y)
 
 
 def power_by_decimal(x: float, y: Any) -> Any:
@@ -106,8 +105,7 @@ def sine_of_array(x: Array, turns: int = 0) -> Array:
     quarter, z = count.astype(np.int64) + turns, r * r
     sine = r + r * series(z, SINE)
     cosine = 1.0 - (0.5 * z - z * series(z, COSINE))
-    sines: Array = np.where(quarter & 1, cosine, sine) * np.where(quarter & 2, -1.0, 1.0)
-    return sines
+    return np.where(quarter & 1, cosine, sine) * np.where(quarter & 2, -1.0, 1.0)
 
 
 def cosine_of_array(x: Array) -> Array:
@@ -128,18 +126,18 @@ def normals_by_turns(generator: np.random.Generator, count: int) -> Array:
     return pairs.astype(np.float32).ravel()
 
 
-def chosen(replacement: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]:
+def choose(replacement: Callable[..., T], library: Callable[..., T]) -> Callable[..., T]:
     """Return `replacement` under `--bits portable`, and `library` otherwise."""
     return replacement if portable.active else library
 
 
-log: Callable[[float], float] = chosen(decimal_log, math.log)
-power: Callable[[Any, Any], Any] = chosen(power_by_decimal, operator.pow)
-cosine: Callable[[float], float] = chosen(cosine_of_number, math.cos)
-logs: Callable[[Array], Array] = chosen(log_of_array, np.log)
-exps: Callable[[Array], Array] = chosen(exp_of_array, np.exp)
-cosines: Callable[[Array], Array] = chosen(cosine_of_array, np.cos)
-sines: Callable[[Array], Array] = chosen(sine_of_array, np.sin)
-normals: Callable[[np.random.Generator, int], Array] = chosen(
+log: Callable[[float], float] = choose(decimal_log, math.log)
+power: Callable[[Any, Any], Any] = choose(power_by_decimal, operator.pow)
+cosine: Callable[[float], float] = choose(cosine_of_number, math.cos)
+logs: Callable[[Array], Array] = choose(log_of_array, np.log)
+exps: Callable[[Array], Array] = choose(exp_of_array, np.exp)
+cosines: Callable[[Array], Array] = choose(cosine_of_array, np.cos)
+sines: Callable[[Array], Array] = choose(sine_of_array, np.sin)
+normals: Callable[[np.random.Generator, int], Array] = choose(
     normals_by_turns, lambda generator, count: generator.standard_normal(count, np.float32)
 )

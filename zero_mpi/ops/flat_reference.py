@@ -10,13 +10,12 @@ from gguf.quants import dequantize as unpacked
 
 from zero_mpi.device.arrays import namespace
 from zero_mpi.device.types import Array
-from zero_mpi.ops.block_kinds import BLOCK_KINDS, PLAIN
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, CHUNK, PLAIN
 from zero_mpi.ops.elementary import power
 from zero_mpi.ops.registry import operation
 from zero_mpi.ops.sizes import run_length
 
 ADAMW_BLOCK = 1 << 16  # elements at a time: five arrays of this size stay in the second-level cache
-CHUNK = 1 << 18  # elements unpacked at a time, to bound temporary arrays; a multiple of every block size
 
 # Order of the sums over rows in gradients of biases and norms. A single sum over thousands of rows loses
 # one bit of precision whenever the number of rows grows fourfold. So rows are summed in blocks of LANES *

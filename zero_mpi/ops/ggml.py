@@ -17,9 +17,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
 from zero_mpi.errors import UsageError
+from zero_mpi.ops.block_kinds import CHUNK
 
 VARIABLE, PACKAGE, FILE = "ZERO_MPI_GGML", "libggml", "lib64/libggml-base.so"
-CHUNK = 1 << 18  # elements unpacked at a time, to bound temporary arrays
 SIZE, POINTER = ctypes.c_size_t, ctypes.c_void_p
 CALLS: dict[str, tuple[Any, list[Any]]] = {
     "ggml_row_size": (SIZE, [ctypes.c_int, ctypes.c_int64]),

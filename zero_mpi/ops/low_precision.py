@@ -21,7 +21,9 @@ from zero_mpi.ops.signatures import Signature
 
 BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 LOW = (BFLOAT16, FLOAT16)
-WIDENED: dict[str, Signature] = {}  # signatures of operations that get float32 copies of low-precision arrays
+SIGNATURES: dict[
+    str, Signature
+] = {}  # signatures of operations that get float32 copies of low-precision arrays
 
 
 def widened(x: Any) -> Any:
@@ -30,13 +32,13 @@ def widened(x: Any) -> Any:
 
 
 def accept_low(name: str, operation: Callable[..., Any], native: Sequence[Any] = ()) -> Callable[..., Any]:
-    """Return `operation` extended to low-precision arrays; return it unchanged if it is not in `WIDENED`.
+    """Return `operation` extended to low-precision arrays; return it unchanged if it is not in `SIGNATURES`.
 
     `native`: the low-precision types that `operation` computes without float32 copies.
     """
-    if name not in WIDENED:
+    if name not in SIGNATURES:
         return operation
-    names, expected = list(signature(operation).parameters), WIDENED[name]
+    names, expected = list(signature(operation).parameters), SIGNATURES[name]
     type_from = names.index(next(entry.name for entry in expected.entries if entry.kind == "same"))
 
     @wraps(operation)

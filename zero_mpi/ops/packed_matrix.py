@@ -57,18 +57,18 @@ class PackedMatrix:
 @dataclass(frozen=True)
 class PackedStack:
     """Frozen matrices (N, O, C) in blocks, raw (N, bytes of a matrix) uint8. An integer index unpacks one
-    matrix, rounds it to the type `kept` and returns it in the type `dtype`."""
+    matrix, rounds it to `stored_type` and returns it in the type `dtype`."""
 
     raw: Array
     kind: str
     shape: tuple[int, ...]
-    kept: Any
+    stored_type: Any
     dtype: Any
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return replace(self, raw=self.raw[index], shape=(len(self.raw[index]), *self.shape[1:]))
-        w = recycled(self.shape[1:], self.kept)
+        w = recycled(self.shape[1:], self.stored_type)
         ops.dequantize(self.raw[index], self.kind, w.reshape(-1))
         return w.astype(self.dtype, copy=False)
 

@@ -7,31 +7,35 @@ module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import singledispatch, wraps
+from functools import wraps
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from zero_mpi.ops import signatures
-from zero_mpi.ops.low_precision import BFLOAT16, WIDENED, accept_low
+from zero_mpi.ops.low_precision import BFLOAT16, SIGNATURES, accept_low
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 OPERATIONS: dict[str, Any] = {}  # name -> function that calls the version for its first array's type
 VERSIONS: dict[type, dict[str, Callable[..., Any]]] = {}  # array type -> operation's name -> faster version
-defined = SimpleNamespace()
-"""Reference version of each operation, for arrays that no kernel supports."""
+if TYPE_CHECKING:
+    from zero_mpi.ops import reference
+
+    definitions = reference
+else:
+    definitions = SimpleNamespace()  # the version of each operation for arrays that no kernel supports
 
 
-class Found(dict[type, Callable[..., Any]]):
-    """Cache that maps an array type to the version for it, because a look-up by singledispatch is slower."""
-
-    def __init__(self, search: Callable[[type], Callable[..., Any]]) -> None:
-        self._search = search
+class Versions(dict[type, Callable[..., Any]]):
+    """Versions of an operation by array type. A type without one uses that of its nearest base class."""
 
     def __missing__(self, kind: type) -> Callable[..., Any]:
-        version = self[kind] = self._search(kind)
+        return next(self[base] for base in kind.__mro__ if base in self)
+
+    def register(self, kind: type, version: F) -> F:
+        self[kind] = version
         return version
 
 
@@ -45,24 +49,14 @@ def operation(text: str, *, widens: bool = True) -> Callable[[F], F]:
     def define(definition: F) -> F:
         name, signature = definition.__name__, signatures.parse(text)
         if widens:
-            WIDENED[name] = signature
-
-        @wraps(definition)
-        def quietly(*arguments: Any, **keywords: Any) -> Any:
-            with np.errstate(over="ignore", invalid="ignore"):  # the gradient norm shows overflow
-                return definition(*arguments, **keywords)
-
-        setattr(defined, name, accept_low(name, definition))
-        versions = singledispatch(accept_low(name, quietly))
-        cache = Found(versions.dispatch)
-
-        def register(kind: type, version: Any = None) -> Any:
-            cache.clear()
-            return versions.register(kind, version)
-
-        dispatched: Any = wraps(versions)(signatures.checked(definition, signature, cache))
-        dispatched.register, dispatched.signature = register, signature
+            SIGNATURES[name] = signature
+        quietly = np.errstate(over="ignore", invalid="ignore")(definition)  # the gradient norm shows overflow
+        versions = Versions({object: accept_low(name, quietly)})
+        dispatched: Any = wraps(definition)(signatures.checked(definition, signature, versions))
+        dispatched.registry, dispatched.register = versions, versions.register
+        dispatched.signature = signature
         OPERATIONS[name] = dispatched
+        setattr(definitions, name, versions[object])
         return definition
 
     return define
@@ -85,6 +79,6 @@ def implements(
 
 
 def register(kind: type) -> None:
-    """Make all operations use their faster versions for arrays of this type from now on."""
-    for name, version in VERSIONS[kind].items():
-        OPERATIONS[name].register(kind, version)
+    """Make all operations use their faster versions, if any, for arrays of this type from now on."""
+    for name, operation in OPERATIONS.items():
+        operation.register(kind, VERSIONS[kind].get(name, operation.registry[object]))

@@ -9,9 +9,7 @@ from gguf.quants import quantize
 from zero_mpi import ops
 from zero_mpi.device.types import Array
 from zero_mpi.ops import ggml
-from zero_mpi.ops.block_kinds import BLOCK_KINDS, PLAIN
-
-CHUNK = 1 << 18  # elements rounded at a time, a multiple of every block size
+from zero_mpi.ops.block_kinds import BLOCK_KINDS, CHUNK, PLAIN
 
 
 def round_to(kind: str, values: Array, out: Array) -> None:

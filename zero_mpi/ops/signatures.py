@@ -28,7 +28,7 @@ SINGLE = np.dtype(np.float32)
 REAL = (SINGLE, np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float64))
 WHOLE = tuple(map(np.dtype, ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")))
 EXAMPLES = {"float": 0.3, "int": 5, "bool": False}  # example values by the annotation of a parameter
-SEEN = 256  # maximum number of combinations of shapes and types cached per operation
+CACHE_SIZE = 256  # maximum number of combinations of shapes and types cached per operation
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def checked(
     signature = inspect.signature(definition)
     plain = [parameter.replace(annotation=Parameter.empty) for parameter in signature.parameters.values()]
     parameters = str(signature.replace(parameters=plain, return_annotation=signature.empty))[1:-1]
-    seen = lru_cache(SEEN)(partial(examine, definition.__name__, expected))
+    seen = lru_cache(CACHE_SIZE)(partial(examine, definition.__name__, expected))
     first, *rest = signature.parameters.values()
     arguments = [f"{x.name}={x.name}" if x.kind is Parameter.KEYWORD_ONLY else x.name for x in rest]
     call = f"versions[{first.name}.__class__]({', '.join((first.name, *arguments))})"
@@ -138,12 +138,10 @@ def example(operation: Any, sizes: Mapping[str, Any], draw: Callable[..., Any], 
     arguments: dict[str, Any] = {}
     for number, parameter in enumerate(inspect.signature(operation).parameters.values()):
         entry = entries.get(parameter.name)
-        if entry is None or not entry.axes:
-            arguments[parameter.name] = EXAMPLES.get(parameter.annotation)
-        elif full or not entry.optional:
-            arguments[parameter.name] = draw(shape_of(entry.axes, sizes), entry.kind, number, limit)
-        else:
-            arguments[parameter.name] = None
+        value = EXAMPLES.get(parameter.annotation)  # None for an optional array
+        if entry is not None and entry.axes and (full or not entry.optional):
+            value = draw(shape_of(entry.axes, sizes), entry.kind, number, limit)
+        arguments[parameter.name] = value
     return arguments
 
 

@@ -29,7 +29,7 @@ EVEN = 256  # the length of a part of a flat array is a multiple of this, so tha
 
 _threads = 1
 _pool: ThreadPoolExecutor | None = None
-resting: Array = np.zeros(1, np.int64)  # if not zero, threads in `ops.cpu.decode` stop waiting
+rest_word: Array = np.zeros(1, np.int64)  # if not zero, threads in `ops.cpu.decode` stop waiting
 
 
 @cache
@@ -43,7 +43,7 @@ def use(count: int) -> None:
     global _threads, _pool
     of_libraries()
     threadpool_limits(1)
-    resting[0] = 1
+    rest_word[0] = 1
     if _pool is not None:
         _pool.shutdown()
     _threads = count
@@ -79,7 +79,7 @@ def run(calls: Sequence[Callable[[], T]]) -> list[T]:
     """Run calls on all threads, the last call on this thread; return their results in order."""
     if _pool is None or len(calls) < 2:
         return [call() for call in calls]
-    resting[0] = 1
+    rest_word[0] = 1
     futures = [_pool.submit(call) for call in calls[:-1]]
     last = calls[-1]()
     return [*(future.result() for future in futures), last]
@@ -94,9 +94,6 @@ def in_parts(shape: tuple[int, ...], work: Callable[[slice], T], even: int = 1) 
 
 def flat_parts(kernel: Callable[..., Any], *arrays: Array) -> None:
     """Call an elementwise kernel on parts of flat arrays."""
-    if _threads == 1:
-        kernel(*arrays)
-        return
     in_parts(arrays[0].shape, lambda part: kernel(*(array[part] for array in arrays)), EVEN)
 
 

@@ -38,10 +38,16 @@ VOCABULARY = 301
 SIZES = {"...": (ROWS,), "1": 1, "B": 2, "C": WIDTH, "D": 22, "E": 11, "H": 3, "O": WIDTH, "T": 9}
 SIZES["V"] = VOCABULARY
 RANGE = 9  # numbers up to RANGE cover the useful range of the exponential
-OWN = {"route", "route_backward", "grouped_linear", "grouped_linear_backward_x", "grouped_linear_backward_w"}
-OWN |= {"linear", "linear_backward_x", "linear_backward_w", "linear_backward_b", "linear_cross_entropy"}
-OWN |= {"causal_attention", "causal_attention_backward", "adamw", "moving_average", "chunk_squares"}
-OWN |= {"dequantize"}
+IN_PARTS = {
+    "route",
+    "route_backward",
+    "grouped_linear",
+    "grouped_linear_backward_x",
+    "grouped_linear_backward_w",
+}
+IN_PARTS |= {"linear", "linear_backward_x", "linear_backward_w", "linear_backward_b", "linear_cross_entropy"}
+IN_PARTS |= {"causal_attention", "causal_attention_backward", "adamw", "moving_average", "chunk_squares"}
+IN_PARTS |= {"dequantize"}
 
 Draw = Callable[..., Array]  # `numbers` for one type
 
@@ -124,7 +130,7 @@ def others(draw: Draw) -> Iterator[Array]:
         return numbers(*shape, seed=number, times=RANGE) if kind == "wide" and values.itemsize < 4 else values
 
     for name, operation in OPERATIONS.items():
-        for full, flag in () if name in OWN else itertools.product((True, False), repeat=2):
+        for full, flag in () if name in IN_PARTS else itertools.product((True, False), repeat=2):
             arguments = signatures.example(operation, SIZES, fill, full)
             result = getattr(ops, name)(*(flag if value is False else value for value in arguments.values()))
             values = (*arguments.values(), *(result if isinstance(result, tuple) else (result,)))

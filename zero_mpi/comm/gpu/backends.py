@@ -39,7 +39,7 @@ from zero_mpi.comm.kinds import (
 )
 from zero_mpi.comm.partition import Partition
 from zero_mpi.comm.transfer import Running, loan
-from zero_mpi.device import Done
+from zero_mpi.device import Marker
 from zero_mpi.device.arrays import address
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
@@ -134,7 +134,7 @@ class PinnedBuffers:
 
     def __init__(self, streams: GpuStreams, nbytes: int) -> None:
         self.down, self.up = (streams.gpu.pinned(nbytes) for _ in range(2))
-        self.free: Any = Done()
+        self.free: Any = Marker()
 
 
 class StagedBackend(Backend):

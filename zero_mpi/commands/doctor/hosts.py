@@ -24,7 +24,7 @@ from zero_mpi.commands.doctor.ranks import BAD, NOTE, Ranks, Row, judgement
 from zero_mpi.environment.limits import Limits, read_limits
 from zero_mpi.launch.consistency import installation, split_into
 from zero_mpi.launch.dev_shm import PLACE, WITH_UCX
-from zero_mpi.ops.code_cache import installed
+from zero_mpi.ops.code_cache import package_version
 from zero_mpi.plan.rank_memory import programs
 
 SAME_MPI = (
@@ -56,7 +56,7 @@ STAGED = (
 
 def versions(job: Ranks) -> list[Row]:
     """Compare the versions of all ranks. A difference is bad, except in the version of mpi4py. Collective."""
-    records = job.gather(installation(job.world) | {"mpi4py": installed("mpi4py") or "none"})
+    records = job.gather(installation(job.world) | {"mpi4py": package_version("mpi4py") or "none"})
     return [version(name, [record.get(name, "none") for record in records]) for name in records[0]]
 
 
@@ -347,7 +347,7 @@ def find_devices(command: Sequence[str] = PROBE, driver: Sequence[str] = DRIVER)
     """Return this host's devices. Without a driver, return no device and start no process."""
     if not any(map(os.path.exists, driver)):
         return Devices()
-    cupy = next((f"{name} {version}" for name in CUPY if (version := installed(name))), "")
+    cupy = next((f"{name} {version}" for name in CUPY if (version := package_version(name))), "")
     lines, end = run_probe(command, PROBE_SECONDS)
     facts, transfer, *_ = [*map(json.loads, lines), {"error": end}, {"error": end}]  # lines may be missing
     if facts.get("error") or not facts.get("names"):

@@ -29,14 +29,14 @@ from zero_mpi.ops.cpu.jit import (
     SIXTEEN,
     bits,
     constant,
-    emitted,
     fixed_helper,
     helper,
+    intrinsic_of,
     kernel,
-    loaded,
+    load_at,
     narrow,
     nearest_low,
-    stored,
+    store_at,
     wide,
 )
 
@@ -56,7 +56,7 @@ def instruction(name: str, tiles: tuple[Any, ...], *operands: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [value.type for value in arguments])
         builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
 
-    return emitted(types.void(*tiles, *(PLACES for _ in operands)), emit)
+    return intrinsic_of(types.void(*tiles, *(PLACES for _ in operands)), emit)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -96,7 +96,7 @@ def store(context: Any, tile: Any, place: Any, step: Any) -> Any:
 def pairs_of(builder: Any, above: Any, below: Any) -> Any:
     """Return sixteen words: lower halves from address `above`, upper halves from address `below`."""
     kind = ir.VectorType(HALF, ELEMENTS)
-    low, high = (builder.zext(loaded(builder, place, kind), SIXTEEN) for place in (above, below))
+    low, high = (builder.zext(load_at(builder, place, kind), SIXTEEN) for place in (above, below))
     return builder.or_(low, builder.shl(high, constant(16)))
 
 
@@ -121,8 +121,8 @@ def steps_from(builder: Any, start: Any, step: Any) -> list[Any]:
 @intrinsic  # type: ignore[untyped-decorator]
 def pair_lines(context: Any, above: Any, below: Any, out: Any) -> Any:
     """Write sixteen pairs of elements, one element from each of two rows; all arguments are addresses."""
-    return emitted(
-        types.void(PLACES, PLACES, PLACES), lambda b, up, down, out: stored(b, pairs_of(b, up, down), out)
+    return intrinsic_of(
+        types.void(PLACES, PLACES, PLACES), lambda b, up, down, out: store_at(b, pairs_of(b, up, down), out)
     )
 
 
@@ -131,11 +131,11 @@ def turn(context: Any, start: Any, step: Any, out: Any, out_step: Any) -> Any:
     """Write the transpose of a block of 16 x 16 words; rows are `step` and `out_step` bytes apart."""
 
     def emit(builder: Any, start: Any, step: Any, out: Any, out_step: Any) -> None:
-        rows = [loaded(builder, place, SIXTEEN) for place in steps_from(builder, start, step)]
+        rows = [load_at(builder, place, SIXTEEN) for place in steps_from(builder, start, step)]
         for vector, place in zip(transposed(builder, rows), steps_from(builder, out, out_step), strict=True):
-            stored(builder, vector, place)
+            store_at(builder, vector, place)
 
-    return emitted(types.void(PLACES, PLACES, PLACES, PLACES), emit)
+    return intrinsic_of(types.void(PLACES, PLACES, PLACES, PLACES), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -146,9 +146,9 @@ def turn_elements(context: Any, start: Any, step: Any, out: Any, out_step: Any) 
         starts = steps_from(builder, start, builder.add(step, step))
         rows = [pairs_of(builder, place, builder.add(place, step)) for place in starts]
         for vector, place in zip(transposed(builder, rows), steps_from(builder, out, out_step), strict=True):
-            stored(builder, vector, place)
+            store_at(builder, vector, place)
 
-    return emitted(types.void(PLACES, PLACES, PLACES, PLACES), emit)
+    return intrinsic_of(types.void(PLACES, PLACES, PLACES, PLACES), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -156,10 +156,10 @@ def narrow_line(context: Any, sums: Any, out: Any) -> Any:
     """Round sixteen float32 numbers to bfloat16, as `jit.narrow` does; both arguments are addresses."""
 
     def emit(builder: Any, sums: Any, out: Any) -> None:
-        words = nearest_low(builder, loaded(builder, sums, SINGLES), SIXTEEN, constant)
-        stored(builder, builder.trunc(words, ir.VectorType(HALF, ELEMENTS)), out)
+        words = nearest_low(builder, load_at(builder, sums, SINGLES), SIXTEEN, constant)
+        store_at(builder, builder.trunc(words, ir.VectorType(HALF, ELEMENTS)), out)
 
-    return emitted(types.void(PLACES, PLACES), emit)
+    return intrinsic_of(types.void(PLACES, PLACES), emit)
 
 
 # ------------------------------------------------------------------------------------------------ products

@@ -288,9 +288,9 @@ def in_tiles(
 
     def work(number: int, shares: list[HeadShare]) -> None:
         for share in shares:
-            key_views = share.seen(total - length, *(early if share.rows.stop < length else of_keys))
+            key_views = share.keys_seen(total - length, *(early if share.rows.stop < length else of_keys))
             views = *share.queries(*of_rows), *key_views, first[share.sequences, share.rows]
-            tiles = buffer[share.before * size if keep else number * scores :]
+            tiles = buffer[share.heads_before * size if keep else number * scores :]
             run(*views, f4(scale), form, tiles, scratch[number])
 
     threads.run([partial(work, number, shares) for number, shares in enumerate(parts)])

@@ -7,7 +7,7 @@ rounded to bfloat16 for their products, as in GPU kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -114,12 +114,12 @@ def forward(
 
     def work(share: HeadShare) -> None:
         (qs, ks, vs), (ys,) = share.cut(*views), share.cut(y)
-        buffer, of_rows = s[share.number * most :], sums[share.before * length :]
-        weight_buffer = p[share.before * size if keep else share.number * most :]
+        start, of_rows = share.number * most, sums[share.heads_before * length :]
         firsts = None if begins is None else begins[share.sequences]
         for full in tiles_for(qs, ks):
             tile = full.within(firsts)
-            scores, weights = tile.cut(buffer), tile.cut(weight_buffer, tile.weights if keep else 0)
+            scores = tile.cut(s, start)
+            weights = tile.cut(p, share.heads_before * size + tile.weights if keep else start)
             multiplies(tile.of_queries(qs), tile.of_keys(ks).swapaxes(2, 3), scores)
             soften(scores, tile.hidden(firsts), f4(scale), False, tile.cut_sums(of_rows), bits(weights))
             multiplies(weights, tile.of_keys(vs), tile.of_queries(ys))
@@ -146,45 +146,27 @@ def backward(
     views = rowwise(dy), rowwise(q), rowwise(k), rowwise(v)
 
     def work(share: HeadShare) -> None:
-        start = share.number * most
-        weights = p[share.before * size :] if scratch is None else scratch[start:]
-        buffers = s[start:], slope[start:], weights, sums[share.before * q.shape[1] :]
+        (dys, qs, ks, vs), (dq, dk, dv) = share.cut(*views), share.cut(*results)
+        start, of_rows = share.number * most, sums[share.heads_before * q.shape[1] :]
         firsts = None if begins is None else begins[share.sequences]
-        arrays = share.cut(*views), share.cut(*results)
-        backward_of(multiplies, *arrays, buffers, firsts, scale, keep=scratch is None)
+        tiles = tuple(tile.within(firsts) for tile in tiles_for(qs, ks))
+        to_keys, to_values = KeySums(dk, tiles), KeySums(dv, tiles)
+        for tile in tiles:
+            scores, ds, dy_rows = tile.cut(s, start), tile.cut(slope, start), tile.of_queries(dys)
+            if scratch is None:
+                weights = tile.cut(p, share.heads_before * size + tile.weights)
+            else:
+                weights = tile.cut(scratch, start)
+                multiplies(tile.of_queries(qs), tile.of_keys(ks).swapaxes(2, 3), scores)
+                soften(scores, tile.hidden(firsts), f4(scale), True, tile.cut_sums(of_rows), bits(weights))
+            to_values.add(multiplies, tile, weights, dy_rows)
+            multiplies(dy_rows, tile.of_keys(vs).swapaxes(2, 3), scores)
+            slopes(bits(weights), scores, f4(scale), bits(ds))
+            multiplies(ds, tile.of_keys(ks), tile.of_queries(dq))
+            to_keys.add(multiplies, tile, ds, tile.of_queries(qs))
 
     threads.run([partial(work, share) for share in parts])
     return results
-
-
-def backward_of(
-    multiplies: Multiply,
-    views: Sequence[Array],
-    results: Sequence[Array],
-    buffers: Sequence[Array],
-    begins: Array | None,
-    scale: float,
-    *,
-    keep: bool,
-) -> None:
-    """Write dq, dk and dv of one share to `results`; `views` has the share's parts of dy, q, k and v.
-
-    buffers: scores, gradients of scores, weights (of all tiles if `keep`) and row sums
-    """
-    (dy, q, k, v), (dq, dk, dv), (score_buffer, slope_buffer, weight_buffer, sums) = views, results, buffers
-    tiles = tuple(tile.within(begins) for tile in tiles_for(q, k))
-    to_keys, to_values = KeySums(dk, tiles), KeySums(dv, tiles)
-    for tile in tiles:
-        scores, ds, dys = tile.cut(score_buffer), tile.cut(slope_buffer), tile.of_queries(dy)
-        weights = tile.cut(weight_buffer, tile.weights if keep else 0)
-        if not keep:
-            multiplies(tile.of_queries(q), tile.of_keys(k).swapaxes(2, 3), scores)
-            soften(scores, tile.hidden(begins), f4(scale), True, tile.cut_sums(sums), bits(weights))
-        to_values.add(multiplies, tile, weights, dys)
-        multiplies(dys, tile.of_keys(v).swapaxes(2, 3), scores)
-        slopes(bits(weights), scores, f4(scale), bits(ds))
-        multiplies(ds, tile.of_keys(k), tile.of_queries(dq))
-        to_keys.add(multiplies, tile, ds, tile.of_queries(q))
 
 
 class KeySums:
@@ -192,11 +174,11 @@ class KeySums:
 
     def __init__(self, result: Array, tiles: tuple[Tile, ...]) -> None:
         self._result, self._sums = result, None
-        if not all(tile.begins and tile.ends for tile in tiles):
+        if not all(tile.is_first and tile.is_last for tile in tiles):
             sequences, heads = tiles[0].shape[:2]
             self._shape = sequences, heads, result.shape[1], result.shape[3]
             size = prod(self._shape)
-            self._sums, self._low = recycled((size,)), recycled((size,), BFLOAT16)
+            self._sums, self._rounded_sums = recycled((size,)), recycled((size,), BFLOAT16)
 
     def add(self, multiplies: Multiply, tile: Tile, weights: Array, x: Array) -> None:
         """Add weights^T x for the rows and heads of a tile."""
@@ -206,10 +188,11 @@ class KeySums:
         shape = (*tile.shape[:2], *self._shape[2:])
         size = prod(shape)
         sums, sees_all = self._sums[:size].reshape(shape), tile.shape[3] == shape[2]
-        if tile.begins and not sees_all:
+        if tile.is_first and not sees_all:
             sums.fill(0)
-        multiplies(weights.swapaxes(2, 3), x, sums[:, :, tile.seen], adds=not (tile.begins and sees_all))
-        if tile.ends:
-            lower(self._sums[:size], bits(self._low[:size]))
+        adds = not (tile.is_first and sees_all)
+        multiplies(weights.swapaxes(2, 3), x, sums[:, :, tile.positions], adds=adds)
+        if tile.is_last:
+            lower(self._sums[:size], bits(self._rounded_sums[:size]))
             gradient = self._result[tile.sequences, :, tile.keys]
-            gradient[...] = self._low[:size].reshape(shape).transpose(0, 2, 1, 3)
+            gradient[...] = self._rounded_sums[:size].reshape(shape).transpose(0, 2, 1, 3)

@@ -24,26 +24,26 @@ class HeadShare:
     """Part of attention for one thread: rows of some sequences, for some key heads and their query heads."""
 
     number: int  # index of this share
-    before: int  # number of (sequence, query head) pairs in earlier shares
+    heads_before: int  # number of (sequence, query head) pairs in earlier shares
     sequences: slice  # range of sequences in the batch
     heads: slice  # range of key heads
-    shared: int  # query heads per key head
+    per_key: int  # query heads per key head
     keys: int  # total number of key heads
     rows: slice  # range of query positions
 
     def cut(self, *arrays: Array) -> list[Array]:
         """Return views of this share's part of arrays (B, T, query or key heads, width)."""
-        return [x[self.sequences, :, self.of(x.shape[2] // self.keys)] for x in arrays]
+        return [x[self.sequences, :, self.heads_of(x.shape[2] // self.keys)] for x in arrays]
 
     def queries(self, *arrays: Array) -> list[Array]:
         """Return views of this share's rows of q, y, dy, dq or sums."""
-        return [x[self.sequences, self.rows, self.of(self.shared)] for x in arrays]
+        return [x[self.sequences, self.rows, self.heads_of(self.per_key)] for x in arrays]
 
-    def seen(self, offset: int, *arrays: Array) -> list[Array]:
+    def keys_seen(self, offset: int, *arrays: Array) -> list[Array]:
         """Return views of the rows of k, v, dk or dv that this share sees; `offset`: position of query 0."""
         return [x[self.sequences, : offset + self.rows.stop, self.heads] for x in arrays]
 
-    def of(self, times: int) -> slice:
+    def heads_of(self, times: int) -> slice:
         """Return the slice of this share's heads in an array with `times` heads per key head."""
         return slice(self.heads.start * times, self.heads.stop * times)
 
@@ -62,13 +62,10 @@ def shares(q: Array, k: Array) -> list[HeadShare]:
     by_sequences = threads.cut((batch, heads, size))
     by_heads = threads.cut((keys, batch, shared, size))
     if busy(by_sequences) >= busy(by_heads):
-        before = [part.start * heads for part in by_sequences]
-        cuts = [(part, slice(0, keys)) for part in by_sequences]
+        cuts = [(part.start * heads, part, slice(0, keys)) for part in by_sequences]
     else:
-        before = [part.start * shared * batch for part in by_heads]
-        cuts = [(slice(0, batch), part) for part in by_heads]
-    rows = slice(0, length)
-    return [HeadShare(number, before[number], *part, shared, keys, rows) for number, part in enumerate(cuts)]
+        cuts = [(part.start * shared * batch, slice(0, batch), part) for part in by_heads]
+    return [HeadShare(number, *part, shared, keys, slice(0, length)) for number, part in enumerate(cuts)]
 
 
 def units(q: Array, k: Array) -> list[list[HeadShare]]:
@@ -97,11 +94,11 @@ class Tile:
     queries: slice  # range of heads of q
     keys: slice  # range of the heads of k and v that these queries use
     rows: slice  # range of query positions
-    seen: slice  # range of key positions
+    positions: slice  # range of key positions
     weights: int  # start of this tile's weights among the weights of all tiles in order
     sums: int  # start of this tile's row sums among the row sums of all tiles
-    begins: bool  # this tile is the first to add to the gradients of its keys
-    ends: bool  # this tile is the last to add to the gradients of its keys
+    is_first: bool  # this tile is the first to add to the gradients of its keys
+    is_last: bool  # this tile is the last to add to the gradients of its keys
 
     def of_queries(self, x: Array) -> Array:
         """Return this tile's rows of q, y or dy (B, T, H, width), as a matrix per sequence and head."""
@@ -109,7 +106,7 @@ class Tile:
 
     def of_keys(self, x: Array) -> Array:
         """Return this tile's rows of k or v (B, S, G, width), as a matrix per sequence and head."""
-        return x[self.sequences, self.seen, self.keys].transpose(0, 2, 1, 3)
+        return x[self.sequences, self.positions, self.keys].transpose(0, 2, 1, 3)
 
     def within(self, begins: Array | None) -> Tile:
         """Return the tile without the first blocks of keys that no row sees."""
@@ -117,11 +114,11 @@ class Tile:
             return self
         first = int(begins[self.sequences, self.rows.start].min()) // LOW_BLOCK * LOW_BLOCK
         shape = (*self.shape[:3], self.shape[3] - first)
-        return replace(self, shape=shape, seen=slice(first, self.seen.stop))
+        return replace(self, shape=shape, positions=slice(first, self.positions.stop))
 
     def hidden(self, begins: Array | None) -> Array:
         """Return the number of the tile's first keys that each row does not see; empty without `begins`."""
-        return NONE if begins is None else begins[self.sequences, self.rows] - (self.seen.start or 0)
+        return NONE if begins is None else begins[self.sequences, self.rows] - (self.positions.start or 0)
 
     def cut(self, buffer: Array, start: int = 0) -> Array:
         """Return a view of this tile's scores or weights in a buffer."""
@@ -152,16 +149,16 @@ def tiles(batch: int, length: int, heads: int, shared: int, total: int) -> tuple
             for r in reversed(starts):
                 n = min(LOW_BLOCK, length - r)
                 m = total - length + r + n
-                ends = share == shared - 1 and r == 0
-                begins = share == 0 and r == starts[-1]
+                is_last = share == shared - 1 and r == 0
+                is_first = share == 0 and r == starts[-1]
                 shape = (*count, n, m)
                 places = (sequences, queries, keys, slice(r, r + n), slice(m))
-                blocks.append(Tile(shape, *places, weights, sums, begins, ends))
-                weights += count[0] * count[1] * n * m
-                sums += count[0] * count[1] * n
+                blocks.append(Tile(shape, *places, weights, sums, is_first, is_last))
+                weights += prod(shape)
+                sums += prod(shape[:3])
     return tuple(blocks)
 
 
 def tiles_for(q: Array, k: Array) -> tuple[Tile, ...]:
-    (batch, length, heads, _), (_, total, of_keys, _) = q.shape, k.shape
+    (batch, length, heads, _), (total, of_keys) = q.shape, k.shape[1:3]
     return tiles(batch, length, heads, heads // of_keys, total)

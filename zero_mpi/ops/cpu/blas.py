@@ -21,12 +21,17 @@ from numba.extending import get_cython_function_address, intrinsic
 from threadpoolctl import ThreadpoolController
 
 from zero_mpi.device.types import Array
-from zero_mpi.ops.cpu.jit import BYTE, ONE, ZERO, emitted, kernel
+from zero_mpi.ops.cpu.jit import BYTE, ONE, ZERO, intrinsic_of, kernel
 
 SYMBOL = "zero_mpi_sgemm"
-EXPORTED = ("scipy_sgemm_64_", "sgemm_64_", "scipy_sgemm_", "sgemm_")  # names in different builds of OpenBLAS
-PLAIN, TURNED = ord("N"), ord("T")
-NN, NT, TN = (PLAIN, PLAIN), (PLAIN, TURNED), (TURNED, PLAIN)
+EXPORTED_NAMES = (
+    "scipy_sgemm_64_",
+    "sgemm_64_",
+    "scipy_sgemm_",
+    "sgemm_",
+)  # names in different builds of OpenBLAS
+NORMAL, TRANSPOSED = ord("N"), ord("T")
+NN, NT, TN = (NORMAL, NORMAL), (NORMAL, TRANSPOSED), (TRANSPOSED, NORMAL)
 
 
 def address_in_openblas() -> int | None:
@@ -34,7 +39,7 @@ def address_in_openblas() -> int | None:
     libraries = ThreadpoolController().select(internal_api="openblas").lib_controllers
     libraries.sort(key=lambda library: "numpy" not in library.filepath)
     for library in libraries:
-        for name in EXPORTED:
+        for name in EXPORTED_NAMES:
             function = getattr(library.dynlib, name, None)
             if function is not None:
                 return ctypes.cast(function, ctypes.c_void_p).value
@@ -77,7 +82,7 @@ def gemm(context: Any, turns: Any, sizes: Any, alpha: Any, a: Any, b: Any, beta:
         kind = ir.FunctionType(ir.VoidType(), [pointer] * len(arguments))
         builder.call(cgutils.get_or_insert_function(builder.module, kind, SYMBOL), arguments)
 
-    return emitted(types.void(turns, sizes, types.float32, a, b, types.float32, c), emit)
+    return intrinsic_of(types.void(turns, sizes, types.float32, a, b, types.float32, c), emit)
 
 
 @kernel("f2~ f2~ f f2~+")
@@ -85,12 +90,12 @@ def multiply(a: Array, b: Array, beta: Any, c: Array) -> None:
     """Compute c (M, N) = a (M, K) b (K, N) + beta c; c, a or a^T, and b or b^T have contiguous rows."""
     m, k = a.shape
     n = b.shape[1]
-    turn_a, lda = PLAIN, max(a.strides[0] // 4, k, 1)
+    turn_a, lda = NORMAL, max(a.strides[0] // 4, k, 1)
     if a.strides[1] != 4:
-        turn_a, lda = TURNED, max(a.strides[1] // 4, m, 1)
-    turn_b, ldb = PLAIN, max(b.strides[0] // 4, n, 1)
+        turn_a, lda = TRANSPOSED, max(a.strides[1] // 4, m, 1)
+    turn_b, ldb = NORMAL, max(b.strides[0] // 4, n, 1)
     if b.strides[1] != 4:
-        turn_b, ldb = TURNED, max(b.strides[1] // 4, k, 1)
+        turn_b, ldb = TRANSPOSED, max(b.strides[1] // 4, k, 1)
     ldc = max(c.strides[0] // 4, n, 1)
     left, right = (a.ctypes.data, lda), (b.ctypes.data, ldb)
     gemm((turn_a, turn_b), (m, n, k), np.float32(1), left, right, beta, (c.ctypes.data, ldc))

@@ -37,11 +37,11 @@ from zero_mpi.ops.cpu.jit import (
     PLACE,
     PLACES,
     ZERO,
-    emitted,
     exponential,
     f4,
     fixed_helper,
     floats,
+    intrinsic_of,
     kernel,
 )
 
@@ -81,7 +81,7 @@ def word_at(builder: Any, place: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def to_words(context: Any, place: Any) -> Any:
-    return emitted(types.CPointer(PLACES)(PLACES), word_at)
+    return intrinsic_of(types.CPointer(PLACES)(PLACES), word_at)
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]
@@ -241,25 +241,25 @@ WORDS = 32
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def seen(context: Any, place: Any) -> Any:
+def read_word(context: Any, place: Any) -> Any:
     """Read a word that another thread may change."""
-    return emitted(PLACES(PLACES), lambda b, place: b.load_atomic(word_at(b, place), "acquire", 8))
+    return intrinsic_of(PLACES(PLACES), lambda b, place: b.load_atomic(word_at(b, place), "acquire", 8))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def show(context: Any, place: Any, word: Any) -> Any:
+def write_word(context: Any, place: Any, word: Any) -> Any:
     """Write a word such that other threads see it only after all earlier writes."""
 
     def emit(builder: Any, place: Any, word: Any) -> None:
         builder.store_atomic(word, word_at(builder, place), "release", 8)
 
-    return emitted(types.void(PLACES, PLACES), emit)
+    return intrinsic_of(types.void(PLACES, PLACES), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def add_one(context: Any, place: Any) -> Any:
     """Add one to a word, and return its earlier value."""
-    return emitted(
+    return intrinsic_of(
         PLACES(PLACES), lambda b, place: b.atomic_rmw("add", word_at(b, place), PLACE(1), "acq_rel")
     )
 
@@ -272,7 +272,7 @@ def take(context: Any, place: Any, word: Any) -> Any:
         pair = b.cmpxchg(word_at(b, place), word, b.sub(word, PLACE(1)), "acq_rel", "acquire")
         return b.extract_value(pair, 1)
 
-    return emitted(types.boolean(PLACES, PLACES), emit)
+    return intrinsic_of(types.boolean(PLACES, PLACES), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -284,14 +284,14 @@ def pause(context: Any) -> Any:
             kind = ir.FunctionType(ir.VoidType(), [])
             builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
 
-    return emitted(types.void(), emit)
+    return intrinsic_of(types.void(), emit)
 
 
 @fixed_helper
 def take_parts(words: Array, place: int) -> bool:
     """Compute parts of the step until no part is left; return whether this thread computed any."""
     busy = False
-    remaining = seen(place + 8 * LEFT)
+    remaining = read_word(place + 8 * LEFT)
     while remaining > 0:
         if take(place + 8 * LEFT, remaining):
             step, part = words[PROGRAM] + 8 * COLUMNS * words[STEP], remaining - 1
@@ -303,7 +303,7 @@ def take_parts(words: Array, place: int) -> bool:
             compute(line, part, words[SEQUENCES], words_at(words[POSITIONS], words[SEQUENCES]))
             add_one(place + 8 * DONE)
             busy = True
-        remaining = seen(place + 8 * LEFT)
+        remaining = read_word(place + 8 * LEFT)
     return busy
 
 
@@ -311,7 +311,7 @@ def take_parts(words: Array, place: int) -> bool:
 def serve(words: Array) -> None:
     """Compute parts of steps; return after `PATIENCE` rounds without a step, or if REST is not zero."""
     place, waited = words.ctypes.data, 0
-    while waited < PATIENCE and seen(place + 8 * REST) == 0:
+    while waited < PATIENCE and read_word(place + 8 * REST) == 0:
         waited = 0 if take_parts(words, place) else waited + 1
         pause()
 
@@ -331,10 +331,10 @@ def run_steps(words: Array, program: Array, positions: Array) -> None:
             compute(line, 0, positions.size, words_at(words[POSITIONS], positions.size))
         else:
             words[STEP] = step
-            show(place + 8 * DONE, 0)
-            show(place + 8 * LEFT, parts)
+            write_word(place + 8 * DONE, 0)
+            write_word(place + 8 * LEFT, parts)
             take_parts(words, place)
-            while seen(place + 8 * DONE) < parts:
+            while read_word(place + 8 * DONE) < parts:
                 pause()
         step = next_step
 
@@ -344,7 +344,7 @@ class Crew:
 
     def __init__(self) -> None:
         self._words, self._servants = np.zeros(WORDS, np.int64), list[Future[None]]()
-        threads.resting = self._words[REST : REST + 1]
+        threads.rest_word = self._words[REST : REST + 1]
 
     def run(self, program: Array, positions: Array) -> None:
         """Compute instructions (N, COLUMNS) for sequences at `positions` (B,), both int64."""

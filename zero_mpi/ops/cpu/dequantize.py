@@ -33,11 +33,11 @@ from zero_mpi.ops.cpu.jit import (
     alike,
     bits,
     constant,
-    emitted,
+    intrinsic_of,
     kernel,
-    loaded,
+    load_at,
     nearest_low,
-    stored,
+    store_at,
 )
 from zero_mpi.ops.registry import implements
 from zero_mpi.ops.threads import in_parts
@@ -52,20 +52,20 @@ class Block:
     def __init__(self, builder: Any, place: Any) -> None:
         self.builder, self._place = builder, place
 
-    def _read(self, offset: int, kind: Any) -> Any:
-        return loaded(self.builder, self.builder.add(self._place, PLACE(offset)), kind)
+    def read(self, offset: int, kind: Any) -> Any:
+        return load_at(self.builder, self.builder.add(self._place, PLACE(offset)), kind)
 
     def byte(self, offset: int) -> Any:
         """Return the unsigned byte at an offset as a word."""
-        return self.builder.zext(self._read(offset, BYTE), WORD)
+        return self.builder.zext(self.read(offset, BYTE), WORD)
 
     def signed(self, offset: int) -> Any:
         """Return the signed byte at an offset as a float32."""
-        return self.builder.sitofp(self._read(offset, BYTE), SINGLE)
+        return self.builder.sitofp(self.read(offset, BYTE), SINGLE)
 
     def half(self, offset: int) -> Any:
         """Return a float16 as float32: shift its bits, then multiply to correct the exponent."""
-        b, word = self.builder, self.builder.zext(self._read(offset, HALF), WORD)
+        b, word = self.builder, self.builder.zext(self.read(offset, HALF), WORD)
         body = b.shl(b.and_(word, WORD(0x7FFF)), WORD(13))
         finite = b.fmul(b.bitcast(body, SINGLE), SINGLE(2.0**112))  # difference of exponent biases: 112
         top = b.icmp_unsigned(">=", body, WORD(0x7C00 << 13))
@@ -74,21 +74,22 @@ class Block:
 
     def sixteen(self, offset: int, shift: int = 0, mask: int = 255) -> Any:
         """Return sixteen bytes as words, shifted to the right and masked."""
-        vector = self._read(offset, BYTES)
+        vector = self.read(offset, BYTES)
         vector = self.builder.lshr(vector, ir.Constant(BYTES, [shift] * ELEMENTS)) if shift else vector
         vector = self.builder.and_(vector, ir.Constant(BYTES, [mask] * ELEMENTS)) if mask < 255 else vector
         return self.builder.zext(vector, SIXTEEN)
 
+    def all_lanes(self, number: Any) -> Any:
+        """Return a vector of sixteen copies of a number."""
+        undefined = ir.Constant(ir.VectorType(number.type, ELEMENTS), ir.Undefined)
+        first = self.builder.insert_element(undefined, number, WORD(0))
+        return self.builder.shuffle_vector(first, undefined, constant(0))
+
     def scaled(self, words: Any, factor: Any, least: Any = None) -> Any:
         """Return signed words as float32 times `factor`, plus the minimum `least` unless it is None."""
-        b, spread = self.builder, ir.Constant(SIXTEEN, [0] * ELEMENTS)
-
-        def all_lanes(number: Any) -> Any:
-            first = b.insert_element(ir.Constant(SINGLES, ir.Undefined), number, WORD(0))
-            return b.shuffle_vector(first, ir.Constant(SINGLES, ir.Undefined), spread)
-
-        product = b.fmul(b.sitofp(words, SINGLES), all_lanes(factor))
-        return product if least is None else b.fadd(product, all_lanes(least))
+        b = self.builder
+        product = b.fmul(b.sitofp(words, SINGLES), self.all_lanes(factor))
+        return product if least is None else b.fadd(product, self.all_lanes(least))
 
     def with_bits(self, low: Any, high: Any, place: int) -> Any:
         """Return `low` with the bits of `high` inserted from bit `place` on."""
@@ -104,7 +105,7 @@ class Block:
 def plain_8(x: Block) -> list[Any]:
     """Read Q8_0: a scale, 32 signed bytes."""
     b, d = x.builder, x.half(0)
-    return [x.scaled(b.sext(x._read(offset, BYTES), SIXTEEN), d) for offset in (2, 18)]
+    return [x.scaled(b.sext(x.read(offset, BYTES), SIXTEEN), d) for offset in (2, 18)]
 
 
 def nibbles(x: Block, has_least: bool) -> list[Any]:
@@ -117,9 +118,7 @@ def nibbles(x: Block, has_least: bool) -> list[Any]:
 def five_bits(x: Block, has_least: bool) -> list[Any]:
     """Read Q5_0 and Q5_1: like Q4_0 and Q4_1, with four bytes of fifth bits before the 16 bytes."""
     b, d, (least, start) = x.builder, x.half(0), (x.half(2), 4) if has_least else (None, 2)
-    first = b.insert_element(ir.Constant(SIXTEEN, ir.Undefined), x._read(start, WORD), WORD(0))
-    tops = b.shuffle_vector(first, ir.Constant(SIXTEEN, ir.Undefined), constant(0))
-    vectors = []
+    tops, vectors = x.all_lanes(x.read(start, WORD)), []
     for shift in (0, 4):
         lanes = ir.Constant(SIXTEEN, [4 * shift + lane for lane in range(ELEMENTS)])
         q = x.with_bits(x.sixteen(start + 4, shift, 15), b.and_(b.lshr(tops, lanes), constant(1)), 4)
@@ -181,7 +180,7 @@ def six_bits(x: Block) -> list[Any]:
     return vectors
 
 
-EMITTED: dict[str, Callable[[Block], list[Any]]] = {
+EMITTERS: dict[str, Callable[[Block], list[Any]]] = {
     "Q8_0": plain_8,
     "Q4_0": lambda x: nibbles(x, False),
     "Q4_1": lambda x: nibbles(x, True),
@@ -208,7 +207,7 @@ def each_block(
         kind = BLOCK_KINDS[name]
         with cgutils.for_range(builder, blocks) as loop:
             address = builder.add(place, builder.mul(loop.index, PLACE(kind.nbytes)))
-            work(kind.elements, loop.index, EMITTED[name](Block(builder, address)))
+            work(kind.elements, loop.index, EMITTERS[name](Block(builder, address)))
         builder.branch(end)
     builder.position_at_end(end)
 
@@ -231,11 +230,11 @@ def unpack_blocks(context: Any, number: Any, raw: Any, out: Any, blocks: Any, lo
                     words = nearest_low(builder, vector, SIXTEEN, constant)
                     vector = builder.trunc(words, ir.VectorType(HALF, ELEMENTS))
                 place = place_of(builder, out, index, i * ELEMENTS * width, elements * width)
-                stored(builder, vector, place)
+                store_at(builder, vector, place)
 
         each_block(builder, number, raw, blocks, write)
 
-    return emitted(types.void(PLACES, PLACES, PLACES, PLACES, low), emit)
+    return intrinsic_of(types.void(PLACES, PLACES, PLACES, PLACES, low), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -250,7 +249,7 @@ def row_product(context: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any
         def add(elements: int, index: Any, vectors: list[Any]) -> None:
             for i, vector in enumerate(vectors):
                 place = place_of(builder, x, index, i * ELEMENTS * 4, elements * 4)
-                product = builder.fmul(vector, loaded(builder, place, SINGLES, 4), flags=["contract"])
+                product = builder.fmul(vector, load_at(builder, place, SINGLES, 4), flags=["contract"])
                 total = totals[i % TOTALS]
                 builder.store(builder.fadd(builder.load(total), product, flags=["contract"]), total)
 
@@ -262,7 +261,7 @@ def row_product(context: Any, number: Any, raw: Any, x: Any, blocks: Any) -> Any
             lanes = [builder.fadd(*pair) for pair in zip(lanes[::2], lanes[1::2], strict=True)]
         return lanes[0]
 
-    return emitted(types.float32(PLACES, PLACES, PLACES, PLACES), emit)
+    return intrinsic_of(types.float32(PLACES, PLACES, PLACES, PLACES), emit)
 
 
 @kernel("u1 e1+ i i", liberties=False)

@@ -26,7 +26,7 @@ from zero_mpi.ops.cpu.jit import (
     single,
     wide,
 )
-from zero_mpi.ops.registry import OPERATIONS, defined, implements
+from zero_mpi.ops.registry import OPERATIONS, definitions, implements
 from zero_mpi.ops.threads import flat_parts, in_parts
 
 TWICE_SCALE = f4(2 * reference.GELU_SCALE)
@@ -136,7 +136,7 @@ def turn_pairs(x: Array, cos: Array, sin: Array, interleaved: bool) -> None:
 @implements(reference.add)
 def add(x: Array, y: Array) -> Array:
     if not alike(x, y):
-        return defined.add(x, y)
+        return definitions.add(x, y)
     z = recycled(x.shape, x.dtype)
     if x.dtype == FLOAT32:
         return np.add(x, y, out=z)
@@ -146,8 +146,8 @@ def add(x: Array, y: Array) -> Array:
 
 @implements(reference.scale)
 def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
-    if not alike(x, *([] if plus is None else [plus])):
-        return defined.scale(x, factor, plus)
+    if not alike(x, plus):
+        return definitions.scale(x, factor, plus)
     y, multiplier = recycled(x.shape, x.dtype), f4(factor)
     if plus is None:
         flat_parts(lambda x, y: multiply(x, multiplier, y), flat(x), flat(y))
@@ -156,12 +156,12 @@ def scale(x: Array, factor: float, plus: Array | None = None) -> Array:
     return y
 
 
-def pointwise(kernel: Any, name: str, *arguments: Array, **keywords: Array) -> Any:
+def pointwise(kernel: Any, operation: Any, *arguments: Array, **keywords: Array) -> Any:
     """Return the results of an operation on arrays of one shape, by `kernel` or the reference."""
     arrays = (*arguments, *keywords.values())
     if not alike(*arrays):
-        return getattr(defined, name)(*arrays)
-    results = [recycled(arrays[0].shape, arrays[0].dtype) for _ in OPERATIONS[name].signature.results]
+        return operation.registry[object](*arrays)
+    results = [recycled(arrays[0].shape, arrays[0].dtype) for _ in operation.signature.results]
     flat_parts(kernel, *map(flat, (*arrays, *results)))
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -174,15 +174,15 @@ for _name, _kernel in {
     "geglu": geglu_forward,
     "geglu_backward": geglu_gradient,
 }.items():
-    _version: Any = partial(pointwise, _kernel, _name)
+    _version: Any = partial(pointwise, _kernel, OPERATIONS[_name])
     _version.__signature__ = signature(getattr(reference, _name))
     implements(getattr(reference, _name))(_version)
 
 
 @implements(reference.rope)
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
-    if not (alike(x) and single(cos, sin)) or not (out is None or (alike(x, out) and out.flags.c_contiguous)):
-        return defined.rope(x, cos, sin, interleaved, out)
+    if not (alike(x, out) and single(cos, sin)) or not (out is None or out.flags.c_contiguous):
+        return definitions.rope(x, cos, sin, interleaved, out)
     y = recycled(x.shape, x.dtype) if out is None else out
     if y is not x:
         y[...] = x

@@ -9,7 +9,7 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.cpu.elementwise import add_low
 from zero_mpi.ops.cpu.jit import BFLOAT16, FLOAT32, adds_into, alike, bits, flat, kernel, matrix, narrow, wide
-from zero_mpi.ops.registry import defined, implements
+from zero_mpi.ops.registry import definitions, implements
 
 
 @kernel("i1 i i -> i")
@@ -102,17 +102,16 @@ def embedding_backward(tokens: Array, dy: Array, dw: Array) -> None:
         ids = checked(tokens, dw.shape[0])
         order = np.argsort(ids, kind="stable")
         add_sums_of_rows(ids[order], order, matrix(dy), bits(dw))
-        return
-    if not dy.dtype == dw.dtype == FLOAT32 or not dw.flags.c_contiguous:
-        defined.embedding_backward(tokens, dy, dw)
-        return
-    add_rows(checked(tokens, dw.shape[0]), matrix(dy), dw)
+    elif dy.dtype == dw.dtype == FLOAT32 and dw.flags.c_contiguous:
+        add_rows(checked(tokens, dw.shape[0]), matrix(dy), dw)
+    else:
+        definitions.embedding_backward(tokens, dy, dw)
 
 
 @implements(reference.positions)
 def positions(x: Array, w: Array) -> Array:
     if not alike(x, w):
-        return defined.positions(x, w)
+        return definitions.positions(x, w)
     y = recycled(x.shape, x.dtype)
     if x.dtype == FLOAT32:
         return np.add(x, w, out=y)
@@ -125,8 +124,7 @@ def positions(x: Array, w: Array) -> Array:
 def positions_backward(dy: Array, dw: Array) -> None:
     if dy.dtype == BFLOAT16 and adds_into(dw):
         add_sums_of_positions(bits(np.ascontiguousarray(dy)), bits(dw))
-        return
-    if not dy.dtype == dw.dtype == FLOAT32 or not dw.flags.c_contiguous:
-        defined.positions_backward(dy, dw)
-        return
-    sum_positions(np.ascontiguousarray(dy), dw)
+    elif dy.dtype == dw.dtype == FLOAT32 and dw.flags.c_contiguous:
+        sum_positions(np.ascontiguousarray(dy), dw)
+    else:
+        definitions.positions_backward(dy, dw)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from zero_mpi.ops.cpu.jit import (
 )
 from zero_mpi.ops.cpu.products import is_prepared, multiplier, otherwise
 from zero_mpi.ops.experts_reference import groups
-from zero_mpi.ops.registry import defined, implements
+from zero_mpi.ops.registry import definitions, implements
 from zero_mpi.ops.threads import in_parts
 
 
@@ -118,7 +117,7 @@ def route(logits: Array, used: int, normalized: bool) -> tuple[Array, ...]:
 @implements(reference.weighted_swiglu)
 def weighted_swiglu(gate: Array, up: Array, w: Array) -> Array:
     if not alike(gate, up) or not single(w):
-        return defined.weighted_swiglu(gate, up, w)
+        return definitions.weighted_swiglu(gate, up, w)
     y = recycled(gate.shape, gate.dtype)
     arrays = [matrix(x) for x in (gate, up, w, y)]
     in_parts(gate.shape, lambda part: weighted_forward(*(x[part] for x in arrays)))
@@ -128,8 +127,7 @@ def weighted_swiglu(gate: Array, up: Array, w: Array) -> Array:
 @implements(reference.weighted_swiglu_backward)
 def weighted_swiglu_backward(dy: Array, gate: Array, up: Array, w: Array) -> tuple[Array, Array, Array]:
     if not alike(dy, gate, up) or not single(w):
-        gradients: tuple[Array, Array, Array] = defined.weighted_swiglu_backward(dy, gate, up, w)
-        return gradients
+        return definitions.weighted_swiglu_backward(dy, gate, up, w)
     dgate, dup, dw = (recycled(shape, gate.dtype) for shape in (gate.shape, gate.shape, w.shape))
     arrays = [matrix(x) for x in (dy, gate, up, w, dgate, dup, dw)]
     in_parts(gate.shape, lambda part: weighted_gradient(*(x[part] for x in arrays)))
@@ -168,17 +166,15 @@ def multiply_rows(
     if not is_prepared(x, w):
         multiplies(fitting(x[part]), w, y[part], adds=adds)
         return
-    reach = slice(part.start, part.start + few(part.stop - part.start))
-    options: dict[str, Any] = {"adds": adds}
-    if reach.stop > len(x):
-        out = extended(y, part)
-        if plus is not None:
-            options["plus"] = extended(plus, part)
-        y[part] = multiplies(extended(x, part), w, out, **options)[: part.stop - part.start]
+    count = part.stop - part.start
+    reach, options = slice(part.start, part.start + few(count)), {"adds": adds}
+    beyond = reach.stop > len(x)
+    if plus is not None:
+        options["plus"] = extended(plus, part) if beyond else by_row(plus[reach])
+    if beyond:
+        y[part] = multiplies(extended(x, part), w, extended(y, part), **options)[:count]
         return
     tail = y[part.stop : reach.stop].copy()
-    if plus is not None:
-        options["plus"] = by_row(plus[reach])
     multiplies(fitting(x[reach]), w, y[reach], **options)
     y[part.stop : reach.stop] = tail
 

@@ -100,18 +100,17 @@ def adamw(
         return
     root_c2 = math.sqrt(1.0 - power(beta2, step))
     rate = lr / (1.0 - power(beta1, step))
-    numbers = (grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate)
+    numbers = np.array((grad_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_c2, eps, rate), np.float32)
     keep = (1.0 - lr * decay).astype(np.float32)
-    by_kernel = low is not None and low.dtype == BFLOAT16 and low.flags.c_contiguous
-    rounded, rest = bits(low) if by_kernel and low is not None else NOTHING, np.array(numbers, np.float32)
+    rounded = bits(low) if low is not None and low.dtype == BFLOAT16 and low.flags.c_contiguous else NOTHING
     run = run_length(p, keep)
 
     def work(runs: slice) -> None:
         part = slice(runs.start * run, runs.stop * run)
-        update(p[part], g[part], m[part], v[part], keep[runs], rounded[part], *rest)
+        update(p[part], g[part], m[part], v[part], keep[runs], rounded[part], *numbers)
 
     in_parts((keep.size, run), work)
-    if low is not None and not by_kernel:
+    if low is not None and rounded is NOTHING:
         low[...] = p
 
 

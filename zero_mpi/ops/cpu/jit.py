@@ -42,8 +42,6 @@ FLOAT, DOUBLE = types.float32, types.float64
 LOW = types.uint16  # type of the bits of a bfloat16 in kernels
 WORD = ir.IntType(32)
 FLOAT32, BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
-
-
 f4: Any = np.float32
 ZERO, ONE = f4(0), f4(1)
 UNSEEN = f4(-3e38)  # score of an unseen key: its exponential is 0, so loops can run over full blocks
@@ -126,9 +124,9 @@ class QuickCache(FunctionCache):  # type: ignore[misc]
 
 
 def compile_all(kind: str) -> None:
-    """Compile all kernels for a type, "float32" or "bfloat16", unless the cache has them."""
+    """Compile all kernels for float32, and if `kind` is "bfloat16" also for it, unless the cache has them."""
     for compiled, full, low in _kernels:
-        for signature in (full,) if kind == "float32" else (full, low):  # `amx` also writes float32
+        for signature in (full, low) if kind == "bfloat16" else (full,):  # `amx` also writes float32
             load(compiled, signature)
 
 
@@ -154,10 +152,10 @@ def single(*arrays: Array) -> bool:
     return all(array.dtype == FLOAT32 for array in arrays)
 
 
-def alike(*arrays: Array) -> bool:
+def alike(first: Array, *others: Array | None) -> bool:
     """Return whether all arrays are float32 or all are bfloat16; kernels with `e` arguments require that."""
-    kind = arrays[0].dtype
-    return kind in (FLOAT32, BFLOAT16) and all(array.dtype == kind for array in arrays)
+    kind = first.dtype
+    return kind in (FLOAT32, BFLOAT16) and all(x is None or x.dtype == kind for x in others)
 
 
 def bits(x: Array) -> Array:
@@ -184,7 +182,7 @@ SIXTEEN, SINGLES = ir.VectorType(WORD, ELEMENTS), ir.VectorType(SINGLE, ELEMENTS
 PLACES = types.int64  # the type of addresses and counts in kernels
 
 
-def emitted(signature: Any, emit: Callable[..., Any]) -> Any:
+def intrinsic_of(signature: Any, emit: Callable[..., Any]) -> Any:
     """Return an intrinsic with this signature; emit(builder, *values) emits code and returns the result."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -199,13 +197,13 @@ def constant(number: int) -> Any:
     return ir.Constant(SIXTEEN, [number] * ELEMENTS)
 
 
-def loaded(builder: Any, place: Any, kind: Any, align: int = 1) -> Any:
+def load_at(builder: Any, place: Any, kind: Any, align: int = 1) -> Any:
     instruction = builder.load(builder.inttoptr(place, kind.as_pointer()))
     instruction.align = align
     return instruction
 
 
-def stored(builder: Any, value: Any, place: Any) -> None:
+def store_at(builder: Any, value: Any, place: Any) -> None:
     """Write a value to an unaligned address."""
     builder.store(value, builder.inttoptr(place, value.type.as_pointer())).align = 1
 
@@ -222,7 +220,7 @@ def wide(context: Any, x: Any) -> Any:
             return value
         return builder.bitcast(builder.shl(builder.zext(value, WORD), WORD(16)), SINGLE)
 
-    return emitted(FLOAT(x), emit)
+    return intrinsic_of(FLOAT(x), emit)
 
 
 def nearest_low(builder: Any, number: Any, word: Any, word_of: Callable[[int], Any] = WORD) -> Any:
@@ -244,13 +242,13 @@ def narrow(context: Any, out: Any, x: Any) -> Any:
     def emit(builder: Any, _: Any, value: Any) -> Any:
         return value if out.dtype == FLOAT else builder.trunc(nearest_low(builder, value, WORD), HALF)
 
-    return emitted(out.dtype(out, FLOAT), emit)
+    return intrinsic_of(out.dtype(out, FLOAT), emit)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def to_floats(context: Any, place: Any) -> Any:
     result = types.CPointer(types.float32)(PLACES)
-    return emitted(result, lambda builder, place: builder.inttoptr(place, SINGLE.as_pointer()))
+    return intrinsic_of(result, lambda builder, place: builder.inttoptr(place, SINGLE.as_pointer()))
 
 
 @numba.njit(inline="always")  # type: ignore[untyped-decorator]

@@ -68,8 +68,7 @@ def consume(z: Array, low: Array, targets: Array, scale: float, gradient: bool) 
     """Run `consume_logits` with the rows divided among the threads."""
 
     def work(part: slice) -> float:
-        lows = low[part] if low.size else low
-        return consume_logits(z[part], lows, targets[part], f4(scale), gradient)
+        return consume_logits(z[part], low[part], targets[part], f4(scale), gradient)
 
     return sum(in_parts(z.shape, work))
 

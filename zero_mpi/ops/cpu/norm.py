@@ -24,7 +24,7 @@ from zero_mpi.ops.cpu.jit import (
     wide,
 )
 from zero_mpi.ops.flat_reference import LANES
-from zero_mpi.ops.registry import defined, implements
+from zero_mpi.ops.registry import definitions, implements
 from zero_mpi.ops.threads import in_parts, with_sums
 
 
@@ -127,14 +127,13 @@ def layer_backward(
 
 def kernels_take(dy: Array, x: Array, w: Array, plus: Array | None, *sums: Array | None) -> bool:
     """Return whether a kernel supports these arrays in backward."""
-    return alike(dy, x, w, *(() if plus is None else (plus,))) and adds_into(plus, *sums)
+    return alike(dy, x, w, plus) and adds_into(plus, *sums)
 
 
 @implements(reference.rms_norm)
 def rms_norm(x: Array, w: Array, eps: float) -> tuple[Array, Array]:
     if not alike(x, w):
-        results: tuple[Array, Array] = defined.rms_norm(x, w, eps)
-        return results
+        return definitions.rms_norm(x, w, eps)
     y, r = recycled(x.shape, x.dtype), recycled((*x.shape[:-1], 1))
     xs, ws, ys, rs = matrix(x), flat(w), matrix(y), flat(r)
     in_parts(xs.shape, lambda part: rms_forward(xs[part], ws, f4(eps), ys[part], rs[part]))
@@ -151,7 +150,7 @@ def rms_norm_backward(
     dy: Array, x: Array, w: Array, r: Array, dw: Array | None, plus: Array | None = None
 ) -> Array:
     if not kernels_take(dy, x, w, plus, dw):
-        return defined.rms_norm_backward(dy, x, w, r, dw, plus)
+        return definitions.rms_norm_backward(dy, x, w, r, dw, plus)
     dx, d, sums = recycled(x.shape, x.dtype), matrix(dy), sums_for(dw, w)
     (adds, p), xs, ws, rs, dxs = addend(plus, d), matrix(x), flat(w), flat(r), matrix(dx)
 
@@ -166,8 +165,7 @@ def rms_norm_backward(
 @implements(reference.layer_norm)
 def layer_norm(x: Array, w: Array, b: Array, eps: float) -> tuple[Array, Array, Array]:
     if not alike(x, w, b):
-        results: tuple[Array, Array, Array] = defined.layer_norm(x, w, b, eps)
-        return results
+        return definitions.layer_norm(x, w, b, eps)
     y, mean, r = recycled(x.shape, x.dtype), recycled((*x.shape[:-1], 1)), recycled((*x.shape[:-1], 1))
     xs, ys, means, rs, factors = matrix(x), matrix(y), flat(mean), flat(r), (flat(w), flat(b), f4(eps))
     in_parts(xs.shape, lambda part: layer_forward(xs[part], *factors, ys[part], means[part], rs[part]))
@@ -186,7 +184,7 @@ def layer_norm_backward(
     plus: Array | None = None,
 ) -> Array:
     if not kernels_take(dy, x, w, plus, dw, db):
-        return defined.layer_norm_backward(dy, x, w, mean, r, dw, db, plus)
+        return definitions.layer_norm_backward(dy, x, w, mean, r, dw, db, plus)
     dx, d = recycled(x.shape, x.dtype), matrix(dy)
     sums = sums_for(dw, w), sums_for(db, w)
     (adds, p), xs, ws, dxs = addend(plus, d), matrix(x), flat(w), matrix(dx)

@@ -35,7 +35,6 @@ BINARY_ADD = 0x1FFF0
 POST_OPERATION = (32768, 16384)  # argument number of the first post-operation, which depends on the version
 MOST_DIMS = 12
 MOST_PRODUCTS = 1024  # products kept per thread; nearly every window of packed documents has new shapes
-OF = {"matmul_primitive_desc": "primitive_desc"}  # kind of object -> kind whose function destroys it
 Handle = ctypes.c_void_p
 Key = tuple[Any, ...]
 
@@ -47,31 +46,29 @@ class OneDNNError(Exception):
 class Argument(ctypes.Structure):
     """An array and its role in a primitive."""
 
-    _fields_ = (("what", ctypes.c_int), ("memory", Handle))
+    _fields_ = (("role", ctypes.c_int), ("memory", Handle))
 
 
 class Product:
     """Product c = a b of fixed shapes, layouts and types: a primitive with memory objects for the arrays."""
 
     def __init__(self, library: OneDNN, arrays: dict[int, Array], adds: bool) -> None:
-        self._library, self._stream, self._memories = library, library.own.stream, list[Handle]()
+        self._library, self._stream = library, library.of_thread.stream
+        create, engine = library.create, library.engine
         with contextlib.ExitStack() as stack:  # the primitive and memory objects copy these descriptions
             descriptions = {role: library.description(stack, array) for role, array in arrays.items()}
-            for description in descriptions.values():
-                self._memories.append(library.made("memory_create", description, library.engine, None))
-            places = (SOURCE, WEIGHTS, BIAS, RESULT)
-            handles = [descriptions.get(place) for place in places]
-            addend = next((handle for role, handle in descriptions.items() if role not in places), None)
+            self._memories = [create("memory_create", x, engine, None) for x in descriptions.values()]
+            operands = [descriptions.pop(role, None) for role in (SOURCE, WEIGHTS, BIAS, RESULT)]
+            addend = next(iter(descriptions.values()), None)
             attributes = library.attributes(stack, addend, adds)
-            plan = library.lent(stack, "matmul_primitive_desc", library.engine, *handles, attributes)
-            self._primitive = library.made("primitive_create", plan)
-        pairs = [Argument(*pair) for pair in zip(arrays, self._memories, strict=True)]
-        self._arguments = (Argument * len(pairs))(*pairs)
+            plan = library.create_for(stack, "matmul_primitive_desc_create", engine, *operands, attributes)
+            self._primitive = create("primitive_create", plan)
+        self._arguments = (Argument * len(arrays))(*map(Argument, arrays, self._memories))
 
     def destroy(self) -> None:
-        self._library.destroy("primitive", self._primitive)
+        self._library.call("primitive_destroy", self._primitive)
         for memory in self._memories:
-            self._library.destroy("memory", memory)
+            self._library.call("memory_destroy", memory)
 
     def __call__(self, arrays: dict[int, Array]) -> None:
         """Compute the product; the arrays must have the shapes and layouts that it was made for."""
@@ -83,12 +80,12 @@ class Product:
         library.wait(self._stream)
 
 
-class OfThread(threading.local):
+class ThreadState(threading.local):
     """State of one thread: a stream, and products by shape, which hold pointers to arrays."""
 
     def __init__(self, library: OneDNN) -> None:
         share_threads()
-        self.stream = library.made("stream_create", library.engine, IN_ORDER)
+        self.stream = library.create("stream_create", library.engine, IN_ORDER)
         self.products: dict[Key, Product | None] = {}
 
 
@@ -110,8 +107,8 @@ class OneDNN:
         if not isa & BF16_UNITS:
             raise OneDNNError("this CPU has no bfloat16 units, or ONEDNN_MAX_CPU_ISA disables them")
         self.has_tiles = bool(isa & TILE_UNITS)
-        self.engine = self.made("engine_create", CPU, ctypes.c_size_t(0))
-        self.own = OfThread(self)
+        self.engine = self.create("engine_create", CPU, ctypes.c_size_t(0))
+        self.of_thread = ThreadState(self)
         self._post_operation = 0
         self._try_all()
 
@@ -142,7 +139,7 @@ class OneDNN:
         if plus is not None:
             arrays[self._post_operation | SECOND_SOURCE] = plus
         key = (adds, *((role, x.shape, x.strides, x.dtype) for role, x in arrays.items()))
-        products = self.own.products
+        products = self.of_thread.products
         product = products[key] if key in products else self._new(key, arrays, adds)
         if product is not None:
             product(arrays)
@@ -153,7 +150,7 @@ class OneDNN:
 
     def _new(self, key: Key, arrays: dict[int, Array], adds: bool) -> Product | None:
         """Make, cache and return a product, or None if unsupported; drop the oldest if there are too many."""
-        products = self.own.products
+        products = self.of_thread.products
         if len(products) >= MOST_PRODUCTS:
             oldest = products.pop(next(iter(products)))
             if oldest is not None:
@@ -174,33 +171,33 @@ class OneDNN:
         """Call a library function; raise OneDNNError if it returns an error status."""
         self.checked(getattr(self._symbols, f"dnnl_{function}")(*arguments), function)
 
-    def made(self, function: str, *arguments: Any) -> Handle:
+    def create(self, function: str, *arguments: Any) -> Handle:
         """Return the object that a library function creates and returns through its first argument."""
         handle = Handle()
         self.call(function, ctypes.byref(handle), *arguments)
         return handle
 
-    def lent(self, stack: contextlib.ExitStack, kind: str, *arguments: Any, how: str = "{}_create") -> Handle:
-        """Return a new library object of a kind, which is destroyed when `stack` exits."""
-        handle = self.made(how.format(kind), *arguments)
-        stack.callback(self.destroy, OF.get(kind, kind), handle)
+    def create_for(self, stack: contextlib.ExitStack, function: str, *arguments: Any) -> Handle:
+        """Return the object that KIND_create... creates; it is destroyed when `stack` exits."""
+        handle = self.create(function, *arguments)
+        kind = function.partition("_create")[0].removeprefix("matmul_")
+        stack.callback(self.call, f"{kind}_destroy", handle)
         return handle
-
-    def destroy(self, kind: str, handle: Handle) -> None:
-        self.call(f"{kind}_destroy", handle)
 
     def description(self, stack: contextlib.ExitStack, x: Array) -> Handle:
         """Return the library's description of an array of matrices: shape, strides and type."""
         dims = (ctypes.c_int64 * MOST_DIMS)(*x.shape)
         strides = (ctypes.c_int64 * MOST_DIMS)(*(step // x.itemsize for step in x.strides))
-        how = "memory_desc_create_with_strides"
-        return self.lent(stack, "memory_desc", x.ndim, dims, KINDS[x.dtype], strides, how=how)
+        return self.create_for(
+            stack, "memory_desc_create_with_strides", x.ndim, dims, KINDS[x.dtype], strides
+        )
 
     def attributes(self, stack: contextlib.ExitStack, addend: Handle | None, adds: bool) -> Handle | None:
         """Return attributes that make a product add another matrix or the old c; None if it adds neither."""
         if addend is None and not adds:
             return None
-        attributes, operations = self.lent(stack, "primitive_attr"), self.lent(stack, "post_ops")
+        attributes = self.create_for(stack, "primitive_attr_create")
+        operations = self.create_for(stack, "post_ops_create")
         if addend is not None:
             self.call("post_ops_append_binary", operations, BINARY_ADD, addend)
         if adds:
@@ -212,22 +209,22 @@ class OneDNN:
 
     def _try_all(self) -> None:
         """Find the argument number of post-operations; raise OneDNNError if a product is wrong."""
-        problem: Exception | None = None
+        problem = ""
         for self._post_operation in POST_OPERATION:
-            self.own.products.clear()
+            self.of_thread.products.clear()
             try:
                 for name, product, expected in self._trials():
                     # Tolerance: half a unit in the last place of bfloat16, and a different summation order.
                     if not np.allclose(product.astype(np.float32), expected, rtol=2**-8, atol=1e-4):
                         raise OneDNNError(f"a product is wrong ({name})")
-                if None in self.own.products.values():
+                if None in self.of_thread.products.values():
                     raise OneDNNError("the library does not support products of these types")
             except OneDNNError as error:
-                problem = error
+                problem = str(error)
             else:
-                self.own.products.clear()
+                self.of_thread.products.clear()
                 return
-        raise OneDNNError(str(problem))
+        raise OneDNNError(problem)
 
     def _trials(self) -> Iterator[tuple[str, Array, Array]]:
         """Yield (name, the library's product, the expected product) for each kind of product in use."""

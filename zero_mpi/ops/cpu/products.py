@@ -41,7 +41,7 @@ from zero_mpi.ops.cpu.onednn import OneDNN
 from zero_mpi.ops.flat_reference import LANES
 from zero_mpi.ops.low_precision import accept_low
 from zero_mpi.ops.reference import rows
-from zero_mpi.ops.registry import defined, implements
+from zero_mpi.ops.registry import definitions, implements
 from zero_mpi.ops.threads import EVEN_ROWS, cut_product, equal_parts, in_parts, shared, with_sums
 
 T = TypeVar("T")
@@ -181,15 +181,14 @@ def linear(x: Array, w: Array, b: Array | None = None, plus: Array | None = None
         multiplies(a, fitting(w).T, out, bias=bias, plus=None if plus is None else by_row(rows(plus)))
         return y
     multiplies(a, fitting(w).T, out)
+    if b is None:
+        return y if plus is None else np.add(y, plus, out=y)
+    bias = flat(b)
     if plus is None:
-        if b is not None:
-            bias = flat(b)
-            in_parts(out.shape, lambda part: add_row(bias, out[part]))
-    elif b is not None:
-        bias, addend = flat(b), matrix(plus)
-        in_parts(out.shape, lambda part: add_row_and(bias, addend[part], out[part]))
+        in_parts(out.shape, lambda part: add_row(bias, out[part]))
     else:
-        np.add(y, plus, out=y)
+        addend = matrix(plus)
+        in_parts(out.shape, lambda part: add_row_and(bias, addend[part], out[part]))
     return y
 
 
@@ -215,9 +214,8 @@ def linear_backward_w(dy: Array, x: Array, dw: Array) -> None:
 @implements(reference.linear_backward_b)
 def linear_backward_b(dy: Array, db: Array) -> None:
     if not alike(dy) or not adds_into(db):
-        defined.linear_backward_b(dy, db)
+        definitions.linear_backward_b(dy, db)
         return
-    sums = sums_for(db, db)
-    columns = matrix(dy)
+    columns, sums = matrix(dy), sums_for(db, db)
     with_sums(columns.shape, lambda part, total: add_columns(columns[part], total), sums)
     add_sums(sums, db)

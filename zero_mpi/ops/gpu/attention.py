@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
     batch: int
     length: int
     total: int
-    shared: int
+    per_key: int
     kv: int
     width: int
     tall: int
@@ -76,7 +76,7 @@ def by_cudnn(q: Array, k: Array, v: Array, begins: Array | None = None) -> Sdpa 
     return cudnn if cudnn is not None and cudnn.fits(q, k, v) else None
 
 
-def refused(name: str) -> None:
+def check_own_allowed(name: str) -> None:
     """Raise UsageError if ZERO_MPI_GPU_ATTENTION requires cuDNN, which has no plan for these shapes."""
     if way() == "cudnn":
         raise UsageError(f"ZERO_MPI_GPU_ATTENTION=cudnn: cuDNN has no plan for the {name} of these shapes")
@@ -111,7 +111,7 @@ def causal_attention(
     if cudnn is not None:
         if cudnn.forward(q, k, v, scale, y, sums):
             return y, (y, sums, None)
-        refused("attention")
+        check_own_allowed("attention")
     sizes = sizes_of(q, k, v)
     forward(sizes, Scores(sizes, q.dtype, begins), (q, k, v), scale, y, sums)
     return y, (None, sums, begins)
@@ -131,9 +131,9 @@ def causal_attention_backward(
         return gradients
     cudnn = by_cudnn(q, k, v) if y is not None else None
     if cudnn is not None:
-        if cudnn.backward(dy, q, k, v, y, sums, scale, gradients):
+        if cudnn.backward((q, k, v, y, dy, *gradients), sums, scale):
             return gradients
-        refused("gradient of attention")
+        check_own_allowed("gradient of attention")
     sizes = sizes_of(q, k, v)
     backward(sizes, Scores(sizes, q.dtype, begins), (q, k, v, dy), sums, scale, gradients)
     return gradients
@@ -182,7 +182,7 @@ def unpack(copy: Array, x: Array, kv: int) -> None:
 
 def blocks(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
     """Yield (first, n, m) of blocks of n queries that see the first m keys; the last block comes first."""
-    most = score_rows(sizes.groups * sizes.shared, sizes.total)
+    most = score_rows(sizes.groups * sizes.per_key, sizes.total)
     for first in reversed(range(0, sizes.length, most)):
         n = min(most, sizes.length - first)
         yield first, n, sizes.total - sizes.length + first + n
@@ -197,44 +197,44 @@ class Scores:
     def __init__(self, sizes: Sizes, kind: Any, begins: Array | None) -> None:
         self.sizes, self.kind, self._begins = sizes, kind, None if begins is None else packed(begins)
         most = max(n for _, n, _ in blocks(sizes))
-        self.wide = take((sizes.groups * most * sizes.shared * sizes.across,), F32)
-        self.low = self.wide if kind == F32 else take(self.wide.shape, kind)
+        self.scores = take((sizes.groups * most * sizes.per_key * sizes.across,), F32)
+        self.weights = self.scores if kind == F32 else take(self.scores.shape, kind)
 
     def matrix(self, buffer: Array, n: int, m: int) -> Matrix:
         """Return a block in `buffer` as a batch of matrices (n R, m), one for each key/value head."""
-        sizes, rows = self.sizes, n * self.sizes.shared
+        sizes, rows = self.sizes, n * self.sizes.per_key
         kind, apart = kind_of(buffer.dtype), rows * sizes.across
         return Matrix(buffer.data.ptr, rows, m, sizes.across, kind, sizes.groups, apart)
 
     def weigh(self, first: int, n: int, m: int, sums: Array, again: bool) -> Matrix:
         """Turn scores into weights; write `sums`, or read them if `again`."""
-        places = self.wide, self.low, sums, at(self._begins)
+        places = self.scores, self.weights, sums, at(self._begins)
         numbers = self.sizes.kv, self.sizes.length, first, int(again)
         WEIGHTS[self.kind](*self._grid(n, m), (*places, *self._rows(n, m), *numbers))
-        return self.matrix(self.low, n, m)
+        return self.matrix(self.weights, n, m)
 
     def slope(self, n: int, m: int, d: Array, scale: float) -> Matrix:
         """Turn weights into the gradient of the unscaled scores, given d, the gradient of the weights."""
-        SLOPES[self.kind](*self._grid(n, m), (d, self.low, *self._rows(n, m), f4(scale)))
-        return self.matrix(self.low, n, m)
+        SLOPES[self.kind](*self._grid(n, m), (d, self.weights, *self._rows(n, m), f4(scale)))
+        return self.matrix(self.weights, n, m)
 
     def _rows(self, n: int, m: int) -> tuple[int, int, int, int]:
-        return m, self.sizes.across, n, self.sizes.shared
+        return m, self.sizes.across, n, self.sizes.per_key
 
     def _grid(self, n: int, m: int) -> tuple[int, int]:
         """Return (blocks, threads): one block per row, the number of threads a power of two."""
         threads = min(THREADS, max(32, 1 << (-(-m // SHARE) - 1).bit_length()))
-        return self.sizes.groups * n * self.sizes.shared, threads
+        return self.sizes.groups * n * self.sizes.per_key, threads
 
 
 def forward(sizes: Sizes, work: Scores, inputs: Sequence[Array], scale: float, y: Array, sums: Array) -> None:
     """Fill y (B, T, H, E) and sums (B, H, T) from inputs q, k and v."""
     heads = [gathered(x, sizes.kv) for x in inputs]
     queries, keys, values = (batched(x) for x in heads)
-    out = take((sizes.batch, sizes.kv, sizes.length * sizes.shared, sizes.tall), y.dtype)
+    out = take((sizes.batch, sizes.kv, sizes.length * sizes.per_key, sizes.tall), y.dtype)
     for first, n, m in blocks(sizes):
-        rows = first * sizes.shared, n * sizes.shared
-        multiply(queries.part(*rows), keys.part(0, m), work.matrix(work.wide, n, m), tb=True, scale=scale)
+        rows = first * sizes.per_key, n * sizes.per_key
+        multiply(queries.part(*rows), keys.part(0, m), work.matrix(work.scores, n, m), tb=True, scale=scale)
         p = work.weigh(first, n, m, sums, again=False)
         multiply(p, values.part(0, m), batched(out).part(*rows))
     unpack(out, y, sizes.kv)
@@ -251,12 +251,12 @@ def backward(
     queries, keys, values, dys = (batched(x) for x in heads)
     out = take(heads[0].shape, heads[0].dtype), take(heads[1].shape, F32), take(heads[2].shape, F32)
     dq, dk, dv = (batched(x) for x in out)
-    slopes = take(work.wide.shape, F32)
+    slopes = take(work.scores.shape, F32)
     for first, n, m in blocks(sizes):
-        rows, last = (first * sizes.shared, n * sizes.shared), m == sizes.total
+        rows, last = (first * sizes.per_key, n * sizes.per_key), m == sizes.total
         q, dy = queries.part(*rows), dys.part(*rows)
         dk_seen, dv_seen = dk.part(0, m), dv.part(0, m)
-        multiply(q, keys.part(0, m), work.matrix(work.wide, n, m), tb=True, scale=scale)
+        multiply(q, keys.part(0, m), work.matrix(work.scores, n, m), tb=True, scale=scale)
         p = work.weigh(first, n, m, sums, again=True)
         multiply(p, dy, dv_seen, ta=True, c=None if last else dv_seen)
         multiply(dy, values.part(0, m), work.matrix(slopes, n, m), tb=True)

@@ -28,7 +28,7 @@ from zero_mpi.device.arrays import pool_of
 from zero_mpi.device.types import Array
 from zero_mpi.errors import import_optional
 from zero_mpi.ops.gpu.elementwise import ADD_ROW
-from zero_mpi.ops.gpu.launch import PACK, PLANS, lying, row_step, take, tiled
+from zero_mpi.ops.gpu.launch import PACK, PLANS, evenly_spaced, row_step, take, tiled
 from zero_mpi.ops.sizes import WORKSPACE
 
 # Constants from the headers of CUDA and cuBLASLt; tests compare them with the bindings.
@@ -130,38 +130,38 @@ class LtGemm:
         self._numbers = np.array([spec.scale, spec.c is not None], np.float32)  # each product reads them
         self._scale, self._beta = (self._numbers.ctypes.data + 4 * place for place in (0, 1))
         self._bias = ctypes.c_uint64(spec.bias)
-        self._at_bias = ctypes.addressof(self._bias)
+        self._bias_address = ctypes.addressof(self._bias)
         self._bias_pointer = int(lt.MatmulDescAttribute.BIAS_POINTER)
         # Our arrays are row-major, so cuBLASLt's A is our b and its B is our a.
-        self.described = lt.matmul_desc_create(COMPUTE_32F, SINGLE)
+        self.description = lt.matmul_desc_create(COMPUTE_32F, SINGLE)
         turns = [TRANSPOSED if turned else NORMAL for turned in (spec.tb, spec.ta)]
-        describe(lt, "matmul_desc", self.described, TRANSA=turns[0], TRANSB=turns[1])
+        describe(lt, "matmul_desc", self.description, TRANSA=turns[0], TRANSB=turns[1])
         if spec.bias:
             attributes = {"BIAS_DATA_TYPE": spec.d.kind, "BIAS_POINTER": spec.bias}
-            describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_BIAS, **attributes)
+            describe(lt, "matmul_desc", self.description, EPILOGUE=EPILOGUE_BIAS, **attributes)
         self.layouts = [products.layout(m) for m in (spec.b, spec.a, spec.c or spec.d, spec.d)]
-        self._adds: Callable[[int, int], None] | None = None  # kernel for the bias, if no algorithm adds it
+        self._add_bias: Callable[[int, int], None] | None = None  # a kernel, if no algorithm adds the bias
         try:
-            self._choose(products, spec)
+            self._choose(spec)
         except NoAlgorithm:  # unaligned rows may have no algorithm that adds a bias
             if not spec.bias:
                 raise
-            describe(lt, "matmul_desc", self.described, EPILOGUE=EPILOGUE_DEFAULT)
-            self._choose(products, spec._replace(bias=0))
-            self._adds = bias_adder(spec.d)
+            describe(lt, "matmul_desc", self.description, EPILOGUE=EPILOGUE_DEFAULT)
+            self._choose(spec._replace(bias=0))
+            self._add_bias = bias_adder(spec.d)
 
-    def _choose(self, products: Products, spec: GemmSpec) -> None:
+    def _choose(self, spec: GemmSpec) -> None:
         """Choose the algorithm and copy it to memory of this plan."""
-        algorithms = self._named(products, spec)
-        self._use(algorithms[0] if len(algorithms) == 1 else self._quickest(products, spec, algorithms))
+        algorithms = self._algorithms(spec)
+        self._use(algorithms[0] if len(algorithms) == 1 else self._fastest(spec, algorithms))
 
     def _use(self, candidate: Any) -> None:
         self._algorithm = np.array(candidate["algo"])
         self.algorithm = self._algorithm.ctypes.data
 
-    def _named(self, products: Products, spec: GemmSpec) -> Any:
+    def _algorithms(self, spec: GemmSpec) -> Any:
         """Return the algorithms that cuBLASLt proposes, best first; raise NoAlgorithm if there is none."""
-        lt, count = self._lt, np.zeros(1, np.int32)
+        lt, products, count = self._lt, self._products, np.zeros(1, np.int32)
         results = np.zeros(CANDIDATES if products.tunes else 1, RESULT)
         preference = lt.matmul_preference_create()
         describe(
@@ -177,7 +177,7 @@ class LtGemm:
         )
         try:
             lt.matmul_algo_get_heuristic(
-                products.handle, self.described, *self.layouts, preference,
+                products.handle, self.description, *self.layouts, preference,
                 len(results), results.ctypes.data, count.ctypes.data,
             )  # fmt: skip
         except lt.cuBLASLtError as error:
@@ -190,9 +190,9 @@ class LtGemm:
             raise NoAlgorithm(f"cuBLASLt knows no algorithm for {spec}")
         return algorithms
 
-    def _quickest(self, products: Products, spec: GemmSpec, algorithms: Any) -> Any:
+    def _fastest(self, spec: GemmSpec, algorithms: Any) -> Any:
         """Return the fastest algorithm for these arrays; the results of the trials go to scratch memory."""
-        gpu = products.where
+        gpu = self._products.gpu
         buffer = pool_of(gpu).take((spec.d.extent,), np.uint8)
         c = (spec.c or spec.d).address
         events = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
@@ -213,19 +213,19 @@ class LtGemm:
         products, (of_b, of_a, of_c, of_d) = self._products, self.layouts
         if bias and bias != self._bias.value:
             self._bias.value = bias
-            self._lt.matmul_desc_set_attribute(self.described, self._bias_pointer, self._at_bias, 8)
+            self._lt.matmul_desc_set_attribute(self.description, self._bias_pointer, self._bias_address, 8)
         self._lt.matmul(
-            products.handle, self.described, self._scale, b, of_b, a, of_a,
+            products.handle, self.description, self._scale, b, of_b, a, of_a,
             self._beta, c, of_c, d, of_d, self.algorithm,
             products.workspace, products.workspace_bytes, products.stream,
         )  # fmt: skip
-        if self._adds is not None:
-            self._adds(d, bias)
+        if self._add_bias is not None:
+            self._add_bias(d, bias)
 
     def close(self) -> None:
         for layout in self.layouts:
             self._lt.matrix_layout_destroy(layout)
-        self._lt.matmul_desc_destroy(self.described)
+        self._lt.matmul_desc_destroy(self.description)
 
 
 def bias_adder(d: Matrix) -> Callable[[int, int], None]:
@@ -259,7 +259,7 @@ class Products:
     def __init__(self, gpu: Any) -> None:
         with device.libraries():
             lt = self.lt = import_lt()
-        self.where, self.stream = gpu, gpu.stream.ptr
+        self.gpu, self.stream = gpu, gpu.stream.ptr
         with device.libraries(lt.cuBLASLtError):
             self.handle = lt.create()
         self.tunes = os.environ.get("ZERO_MPI_GPU_TUNE", "0") == "1"
@@ -269,7 +269,7 @@ class Products:
         self.buffer = gpu.empty(WORKSPACE if hopper else 8 << 20, np.uint8)  # the best kernels need it all
         self.workspace, self.workspace_bytes = self.buffer.data.ptr, self.buffer.nbytes
         self.plans: dict[Any, LtGemm] = {}
-        self.known: dict[Any, LtGemm] = {}  # plans for aligned arrays, by shapes and strides
+        self.aligned_plans: dict[Any, LtGemm] = {}  # plans for aligned arrays, by shapes and strides
 
     def layout(self, m: Matrix) -> int:
         """Return a layout descriptor of the transpose of `m`, whose columns are the rows of `m`."""
@@ -282,7 +282,7 @@ class Products:
         """Make and return a plan. Drop the oldest plan if there are too many."""
         if len(self.plans) >= PLANS:
             self.plans.pop(next(iter(self.plans))).close()
-            self.known.clear()
+            self.aligned_plans.clear()
         plan = self.plans[key] = LtGemm(self, spec)
         return plan
 
@@ -293,7 +293,7 @@ _products: Products | None = None
 def products() -> Products:
     """Return the `Products` object of the GPU in use."""
     global _products
-    if _products is None or _products.where is not device.in_use():
+    if _products is None or _products.gpu is not device.in_use():
         _products = Products(device.in_use())
     return _products
 
@@ -325,17 +325,17 @@ def product(
     # The key determines all other shapes and types, because operations check their arrays.
     key = (a.shape, a.strides, a.dtype, b.shape, b.strides, d.strides, d.dtype, layout, ta, tb, step)
     library = products()
-    plan, fits = library.known.get(key), not (pa | pb | pc | pd | bias_at) % FITTING
+    plan, fits = library.aligned_plans.get(key), not (pa | pb | pc | pd | bias_at) % FITTING
     if plan is not None and fits:
         plan(pa, pb, pc, pd, bias_at)
         return
-    arrays, makers = (a, b, c, bias), (lying, lying, lying, fitting)
+    arrays, makers = (a, b, c, bias), (evenly_spaced, evenly_spaced, evenly_spaced, fitting)
     operands: list[Any] = [x if x is None else make(x) for x, make in zip(arrays, makers, strict=True)]
     bias_at = 0 if bias is None else operands[3].data.ptr
     a, b, c = (x if x is None else matrix(x) for x in operands[:3])
     plan = multiply(a, b, matrix(d), ta=ta, tb=tb, c=c, bias=bias_at)
     if plan is not None and fits and all(map(operator.is_, operands, arrays)):
-        library.known[key] = plan
+        library.aligned_plans[key] = plan
 
 
 def fitting(b: Array) -> Array:
@@ -363,12 +363,10 @@ def multiply(
     `ta` and `tb`: use a and b transposed. a and b have one type, and c and d one type; sums are float32.
     Return the plan, or None if d is empty. Raise ValueError if the shapes do not fit.
     """
-    if not d[1] * d[2] * d[5]:
+    if not d.rows * d.columns * d.batch:
         return None
-    library = products()
-    aligned = (a[0] | b[0] | d[0] | (c[0] if c else 0)) % FITTING == 0
-    fits = aligned or (fit(a[0]), fit(b[0]), fit(c[0]) if c else 0, fit(d[0]))
-    key = (ta, tb, scale, bias != 0, fits, a[1:], b[1:], c and c[1:], d[1:])
+    library, addresses = products(), (a.address, b.address, (c or d).address, d.address)
+    key = (ta, tb, scale, bias != 0, *map(fit, addresses), a[1:], b[1:], c and c[1:], d[1:])
     plan = library.plans.get(key) or library.plan(key, GemmSpec(a, b, d, ta, tb, scale, c, bias))
-    plan(a[0], b[0], c[0] if c else d[0], d[0], bias)
+    plan(*addresses, bias)
     return plan

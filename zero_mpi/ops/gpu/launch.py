@@ -139,7 +139,7 @@ def row_step(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int
     return step // size if step % size == 0 and step >= shape[-1] * size else 0
 
 
-def lying(x: Array) -> Array:
+def evenly_spaced(x: Array) -> Array:
     """Return x (..., C), or a copy, with contiguous rows that are equally far apart."""
     if x._c_contiguous or row_step(x.shape, x.strides, x.itemsize):
         return x
@@ -150,7 +150,7 @@ def lying(x: Array) -> Array:
 
 def by_rows(x: Array) -> tuple[Array, int, int, int]:
     """Return x (..., C) as a matrix: (x or a copy, rows, C, elements from a row to the next row)."""
-    x, width = lying(x), x.shape[-1]
+    x, width = evenly_spaced(x), x.shape[-1]
     step = max(1, width) if x._c_contiguous else row_step(x.shape, x.strides, x.itemsize)
     return x, x.size // max(1, width), width, step
 

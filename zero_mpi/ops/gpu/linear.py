@@ -18,7 +18,7 @@ from zero_mpi.device.arrays import to_device_of
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.gemm import product
-from zero_mpi.ops.gpu.launch import ARRAY, lying, memory_of, take
+from zero_mpi.ops.gpu.launch import ARRAY, evenly_spaced, memory_of, take
 from zero_mpi.ops.gpu.loss import add_losses, losses_of_rows
 from zero_mpi.ops.gpu.sums import add_columns
 from zero_mpi.ops.registry import implements
@@ -70,7 +70,7 @@ def linear_cross_entropy(
     need_dx: bool = True,
 ) -> tuple[Any, Array | None]:
     """Compute `reference.linear_cross_entropy`; the loss is a 0-dimensional array on the GPU."""
-    flat, ids = lying(x).reshape(-1, x.shape[-1]), to_device_of(targets, x).reshape(-1)
+    flat, ids = evenly_spaced(x).reshape(-1, x.shape[-1]), to_device_of(targets, x).reshape(-1)
     dx = take(flat.shape, x.dtype) if need_dx else None
     total = device.in_use().zeros(1, np.float64)
     gradient = need_dx or dw is not None or db is not None

@@ -32,7 +32,7 @@ from zero_mpi.ops.sizes import cudnn_group, most_slopes
 
 Q, K, V, O, STATS, DY, DQ, DK, DV = range(1, 10)  # ids of the tensors in a graph
 INPUTS = {"q": Q, "k": K, "v": V, "o": O, "dO": DY}  # ids of inputs by argument name
-TURNED = Q, K, V, O, DY, DQ, DK, DV  # order of the arrays in `backward`
+BACKWARD_IDS = Q, K, V, O, DY, DQ, DK, DV
 WAYS = "auto", "own", "cudnn", "any-order"
 ANY_ORDER = WAYS[-1]
 TYPES = {BF16: "BFLOAT16", F16: "HALF"}
@@ -96,7 +96,7 @@ class Graph:
             raise RuntimeError(f"its workspace of {self._workspace >> 20} MiB exceeds {int(most) >> 20} MiB")
 
     def __call__(self, addresses: dict[int, int]) -> None:
-        buffer = pool_of(self._owner.where).take((self._workspace,), np.uint8)
+        buffer = pool_of(self._owner.gpu).take((self._workspace,), np.uint8)
         for shifts in self._turns:
             places = {number: p + shifts[number] for number, p in addresses.items()} if shifts else addresses
             self._graph.execute(places, buffer.data.ptr, handle=self._owner.handle)
@@ -113,7 +113,7 @@ class Sdpa:
         limit = os.environ.setdefault(SLOPES_LIMIT, slopes)  # the frontend reads this variable for each graph
         self.slopes = float(limit) if limit.isdigit() else math.inf
         cudnn = self.cudnn = import_module("cudnn")
-        self.where = gpu
+        self.gpu = gpu
         self.version = int(cudnn.backend_version())
         self.capability = int(gpu.cupy.cuda.Device(gpu.number).compute_capability)
         if self.version < OLDEST_CUDNN or self.capability < OLDEST_GPU:
@@ -135,40 +135,32 @@ class Sdpa:
 
     def forward(self, q: Array, k: Array, v: Array, scale: float, y: Array, stats: Array) -> bool:
         """Fill y (B, T, H, E) and stats (B, H, T), the logarithms of sums. Return False if unsupported."""
-        graph = self._kept(False, scale, (q, k, v, y))
+        graph = self._graph_for(False, scale, (q, k, v, y))
         if graph is None:
             return False
         graph({Q: q.data.ptr, K: k.data.ptr, V: v.data.ptr, O: y.data.ptr, STATS: stats.data.ptr})
         return True
 
-    def backward(
-        self,
-        dy: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        y: Array,
-        stats: Array,
-        scale: float,
-        into: Sequence[Array],
-    ) -> bool:
-        """Fill into = (dq, dk, dv). Return False if cuDNN does not support these arrays."""
-        arrays = (q, k, v, y, dy, *into)
-        graph = self._kept(True, scale, arrays) if all(lies_well(x) for x in (dy, *into)) else None
+    def backward(self, arrays: Sequence[Array], stats: Array, scale: float) -> bool:
+        """Fill dq, dk and dv, the last of `arrays`, which are in the order of BACKWARD_IDS.
+
+        Return False if cuDNN does not support these arrays.
+        """
+        graph = self._graph_for(True, scale, arrays) if all(map(lies_well, arrays[4:])) else None
         if graph is None:
             return False
-        addresses = {number: x.data.ptr for number, x in zip(TURNED, arrays, strict=True)}
+        addresses = {number: x.data.ptr for number, x in zip(BACKWARD_IDS, arrays, strict=True)}
         graph(addresses | {STATS: stats.data.ptr})
         return True
 
-    def _kept(self, backward: bool, scale: float, arrays: Sequence[Array]) -> Graph | None:
+    def _graph_for(self, backward: bool, scale: float, arrays: Sequence[Array]) -> Graph | None:
         """Return the graph for these arrays, built at first use; None if cuDNN does not support them."""
         scale = float(scale)  # the bindings accept only a float
         ordered = not backward or way() != ANY_ORDER
         q, k = arrays[:2]  # their shapes determine all other shapes
         key = (backward, ordered, scale, q.dtype, q.shape, k.shape, *[x.strides for x in arrays])
         if key not in self.graphs:
-            parts, turns = self._cut(arrays) if backward and ordered else (arrays, [{}])
+            parts, turns = self._parts(arrays) if backward and ordered else (arrays, [{}])
             most = self.slopes + LINEAR * math.prod(parts[0].shape)
             try:
                 graph = self._backward(ordered, scale, parts) if backward else self._forward(scale, *parts)
@@ -181,7 +173,7 @@ class Sdpa:
                 logger.warning(text, name, self.cudnn.__version__, self.refusals[-1])
         return self.graphs[key]
 
-    def _cut(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[dict[int, int]]]:
+    def _parts(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[dict[int, int]]]:
         """Return the parts of arrays for one run of a graph, and the address offsets of each run."""
         (batch, length, heads, _), kv = arrays[0].shape, arrays[1].shape[2]
         sequences, group = cudnn_group(arrays[0].shape, kv, self.slopes)
@@ -193,13 +185,13 @@ class Sdpa:
             {STATS: 4 * length * (first * heads + head * heads // kv)}
             | {
                 number: first * x.strides[0] + head * n * x.strides[2]
-                for number, x, n in zip(TURNED, arrays, shared, strict=True)
+                for number, x, n in zip(BACKWARD_IDS, arrays, shared, strict=True)
             }
             for first in range(0, batch, sequences)
             for head in range(0, kv, group)
         ]
 
-    def _graph_of(self, **arrays: Array) -> tuple[Any, dict[str, Any]]:
+    def _new_graph(self, **arrays: Array) -> tuple[Any, dict[str, Any]]:
         """Return a new graph and, by argument name, its input tensors, which describe these arrays."""
         single, kind = self.cudnn.data_type.FLOAT, getattr(self.cudnn.data_type, TYPES[arrays["q"].dtype])
         graph = self.cudnn.pygraph(
@@ -212,7 +204,7 @@ class Sdpa:
         return graph, inputs
 
     def _forward(self, scale: float, q: Array, k: Array, v: Array, y: Array) -> Any:
-        graph, inputs = self._graph_of(q=q, k=k, v=v)
+        graph, inputs = self._new_graph(q=q, k=k, v=v)
         o, stats = graph.sdpa(**inputs, attn_scale=scale, use_causal_mask=True, generate_stats=True)
         give_out(o, O, *described(y))
         b, t, h, _ = y.shape
@@ -221,7 +213,7 @@ class Sdpa:
 
     def _backward(self, ordered: bool, scale: float, arrays: Sequence[Array]) -> Any:
         q, k, v, y, dy, *results = arrays
-        graph, inputs = self._graph_of(q=q, k=k, v=v, o=y, dO=dy)
+        graph, inputs = self._new_graph(q=q, k=k, v=v, o=y, dO=dy)
         (b, t, h, _), single = y.shape, self.cudnn.data_type.FLOAT
         stats = graph.tensor(
             name="stats", uid=STATS, dim=[b, h, t, 1], stride=[h * t, t, 1, 1], data_type=single
@@ -239,18 +231,18 @@ def give_out(tensor: Any, number: int, dim: Strides, stride: Strides) -> Any:
     return tensor.set_output(True).set_dim(list(dim)).set_stride(list(stride)).set_uid(number)
 
 
-_made: tuple[Any, Sdpa | None, str] = None, None, ""
+_library: tuple[Any, Sdpa | None, str] = None, None, ""
 
 
 def sdpa() -> tuple[Sdpa | None, str]:
     """Return (cuDNN on the GPU in use, "") or (None, why it cannot be used)."""
-    global _made
+    global _library
     gpu = device.in_use()
-    if _made[0] is not gpu:
+    if _library[0] is not gpu:
         try:
-            _made = gpu, Sdpa(gpu), ""
+            _library = gpu, Sdpa(gpu), ""
         except ImportError as error:
-            _made = gpu, None, f"nvidia-cudnn-frontend cannot be imported ({error})"
+            _library = gpu, None, f"nvidia-cudnn-frontend cannot be imported ({error})"
         except FAULTS as error:
-            _made = gpu, None, f"no compatible library ({first_line(error)})"
-    return _made[1:]
+            _library = gpu, None, f"no compatible library ({first_line(error)})"
+    return _library[1:]
