@@ -115,13 +115,13 @@ class PackedWindows(WindowSource):
         """Put piece p into window `window[p]`; return the order in which the windows hold the pieces."""
         order = np.argsort(window, kind="stable")
         self._starts, self._sizes = self.pieces.starts[order], self.pieces.sizes[order]
-        self._held = np.bincount(window)
-        self._ends = np.cumsum(self._held)
+        self._piece_counts = np.bincount(window)
+        self._ends = np.cumsum(self._piece_counts)
         self._targets = np.bincount(window, self.pieces.targets).astype(np.int64)
         return order
 
     def __len__(self) -> int:
-        return self._held.size
+        return self._piece_counts.size
 
     @property
     def filled(self) -> float:
@@ -134,7 +134,7 @@ class PackedWindows(WindowSource):
             kind = f"{self.unit} ({self.pieces.cut:,} cut)"
         return f"{self._sizes.size:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
 
-    def known(self, index: int) -> int:
+    def overlap(self, index: int) -> int:
         """Return how many of a window's targets earlier windows predict: 0, since windows do not overlap."""
         return 0
 
@@ -156,7 +156,7 @@ class PackedWindows(WindowSource):
     def _layout(self, indices: ArrayLike) -> tuple[Places, Places, Places]:
         """Return the pieces of the windows `indices`, the batch row of each piece, and its first column."""
         windows = inside(indices, len(self))
-        counts = self._held[windows]
+        counts = self._piece_counts[windows]
         pieces = np.repeat(self._ends[windows] - counts, counts) + up_to(counts)
         offsets = np.cumsum(self._sizes[pieces]) - self._sizes[pieces]
         rows = np.repeat(np.arange(len(windows)), counts)

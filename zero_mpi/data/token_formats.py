@@ -211,28 +211,23 @@ def _ids_column(library: Any, batch: Any) -> Any:
 class TokenFormat(NamedTuple):
     """Format of token files."""
 
-    name: str
-    known: Callable[[str, Path], bool]  # whether a file has the format, by its `collect_files` name and path
+    matches: Callable[[str, Path], bool]  # whether a file has it, by its `collect_files` name and path
     layout: Callable[[Path, FileIO], TokenLayout]  # raises ValueError or UsageError for a damaged file
 
 
 FORMATS = (
-    TokenFormat("nanoGPT", lambda name, path: name.startswith(NANOGPT), nanogpt_layout),
-    TokenFormat("NumPy", lambda name, path: path.suffix == ".npy", npy_layout),
+    TokenFormat(lambda name, path: name.startswith(NANOGPT), nanogpt_layout),
+    TokenFormat(lambda name, path: path.suffix == ".npy", npy_layout),
     TokenFormat(
-        "Megatron",
-        lambda name, path: path.suffix == ".bin" and path.with_suffix(".idx").is_file(),
-        megatron_layout,
+        lambda _, path: path.suffix == ".bin" and path.with_suffix(".idx").is_file(), megatron_layout
     ),
-    TokenFormat("llm.c", lambda name, path: path.suffix == ".bin" and is_llm_c(path), llm_c_layout),
-    TokenFormat(
-        "Arrow", lambda name, path: path.suffix == ".arrow" and not holds_conversations(path), arrow_layout
-    ),
+    TokenFormat(lambda name, path: path.suffix == ".bin" and is_llm_c(path), llm_c_layout),
+    TokenFormat(lambda name, path: path.suffix == ".arrow" and not holds_conversations(path), arrow_layout),
 )
 
 
 def format_of(name: str, path: Path) -> TokenFormat | None:
-    return next((row for row in FORMATS if row.known(name, path)), None)
+    return next((row for row in FORMATS if row.matches(name, path)), None)
 
 
 def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
@@ -249,11 +244,6 @@ def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
             f"--data takes text or token files, not both: {tokens[0][1]} is one, {texts[0]} is not"
         )
     return tokens
-
-
-def are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
-    """Return whether all files are token files. Raise UsageError if only some are."""
-    return bool(token_files(files))
 
 
 def read_tokens(name: str, path: Path, vocab: int) -> Document:
@@ -274,7 +264,7 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
                 digest = spans.sampled_digest()
             else:
                 for first in range(0, spans.size, BLOCK):
-                    spans[first : first + BLOCK].held()  # reading checks the ids
+                    spans[first : first + BLOCK].read_all()  # reading checks the ids
                 file.seek(0)
                 digest = hashlib.file_digest(file, "sha256").digest()
     except UsageError:

@@ -161,7 +161,7 @@ def with_streams(corpus: Corpus, streams: Iterator[Any]) -> Corpus:
 
 def described(ids: Any) -> TokenSpans | tuple[str, int]:
     """Return an array's TokenSpans if it stays in files, else its dtype and size for a broadcast."""
-    return ids if isinstance(ids, TokenSpans) and ids.stays else (ids.dtype.str, ids.size)
+    return ids if isinstance(ids, TokenSpans) and ids.stays_in_files else (ids.dtype.str, ids.size)
 
 
 def unseen(comm: Comm, in_files: Sequence[TokenSpans]) -> str:
@@ -192,7 +192,7 @@ def broadcast(comm: Comm, local: Any, form: tuple[str, int], label: str) -> np.n
     if comm.size == 1 and isinstance(local, np.ndarray):
         return np.ascontiguousarray(local)
     kind, size = form
-    array = local.held() if isinstance(local, TokenSpans) else np.empty(size, kind)
+    array = local.read_all() if isinstance(local, TokenSpans) else np.empty(size, kind)
     if isinstance(local, np.ndarray):
         array[...] = local
     comm.broadcast(array, label=label).wait()

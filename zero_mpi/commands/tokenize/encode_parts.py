@@ -270,7 +270,7 @@ def cut_parts(
     return [WorkPart(f"{number:0{width}d}", tuple(group)) for number, group in enumerate(parts)]
 
 
-def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
+def deal(weights: Iterable[int], ranks: int) -> list[list[int]]:
     """Assign weights to ranks, with similar sums. Return the indices that each rank gets, in order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
@@ -306,11 +306,11 @@ class ProgressSum:
         before: int = 0, stops: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
         self._world, self._moved, self._stops = world, partial(watchdog.beat, label), stops
-        self._what, self._before, self._total = label, before, max(total, 1)
-        self._own, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
+        self._label, self._earlier, self._total = label, before, max(total, 1)
+        self._amounts, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
         self._handle: Handle | None = None
-        self._finished = self._has_problem = self._over = self._is_done = False
-        self._begun = self._said = time.monotonic()
+        self._finished = self._has_problem = self._has_ended = self._is_done = False
+        self._start = self._last_line = time.monotonic()
         self._due = 0.0
 
     def run(self, work: Callable[[ProgressSum], None]) -> bool:
@@ -337,12 +337,12 @@ class ProgressSum:
 
     def beat(self, amount: Amount = NOTHING) -> bool:
         """Add the work done since the last call. Return False as soon as all ranks must stop."""
-        self._own += amount
+        self._amounts += amount
         if any(amount):
             self._moved()
-        if not self._over and self._handle is None and (self._finished or time.monotonic() >= self._due):
+        if not self._has_ended and self._handle is None and (self._finished or time.monotonic() >= self._due):
             stops = self._has_problem or self._stops()
-            self._sum = np.array([*self._own, self._finished, stops], np.float64)
+            self._sum = np.array([*self._amounts, self._finished, stops], np.float64)
             self._handle = self._world.comm.allreduce(self._sum, "what was done")
             self._due = time.monotonic() + EVERY
         if self._handle is not None:
@@ -351,18 +351,18 @@ class ProgressSum:
                 self._handle.wait()
                 self._handle = None
                 self._take(*self._sum.tolist())
-        return not self._over
+        return not self._has_ended
 
     def _take(self, weight: float, text_bytes: float, *rest: float) -> None:
         documents, tokens, finished, stops = rest
         self._moved()  # every rank contributed to the sum, so none is stuck
         self._is_done = finished == self._world.size
-        self._over = self._is_done or stops > 0
+        self._has_ended = self._is_done or stops > 0
         now = time.monotonic()
-        if self._world.rank == 0 and now - self._said > (WATCHED if watched() else LOGGED):
-            self._said, seconds = now, now - self._begun
-            remaining = self._total - self._before - weight
-            facts = [percent((self._before + weight) / self._total), self._what]
+        if self._world.rank == 0 and now - self._last_line > (WATCHED if watched() else LOGGED):
+            self._last_line, seconds = now, now - self._start
+            remaining = self._total - self._earlier - weight
+            facts = [percent((self._earlier + weight) / self._total), self._label]
             facts += [f"{short(documents)} documents", f"{short(tokens)} tokens"] if documents else []
             facts += [f"{text_bytes / 1e6 / seconds:.3g} MB/s"]
             facts += [f"{interval(seconds * remaining / weight)} left"] if weight else []
@@ -392,7 +392,7 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], progress: Progre
     """
     reading = encoding.reading()
     reading.beat = progress.beat
-    text = TextReader(run_by(encoding.text.tokenizer, Batches(progress.beat)), encoding.text.asked)
+    text = TextReader(run_by(encoding.text.tokenizer, Batches(progress.beat)), encoding.text.setting)
     with closing(reading), writing():
         for part in parts:
             reading.filter, reading.skipped = encoding.text_filter(), 0
@@ -425,6 +425,6 @@ def _encode(
                 return False
         for number in {piece.file for piece in part.pieces}:
             check_unchanged(encoding.files[number])
-        spelt, odd = dict(reader.spelt), reading.filter.odd
+        spelt, odd = dict(reader.spelt), reading.filter.not_utf8
         writer.finish({"text_bytes": total, "skipped": reading.skipped, "spelt": spelt, "odd": odd})
     return progress.beat()

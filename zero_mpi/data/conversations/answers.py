@@ -51,7 +51,7 @@ class AnswerFinder:
         if not turns:
             return rendered.text, []
         if self.template.marks:
-            return rendered.text, self._marked(rendered, messages, turns)
+            return rendered.text, self._marked_spans(rendered, messages, turns)
         spans = self._by_loop(rendered, messages, by_role) or self._by_renders(rendered, messages, turns)
         return rendered.text, [span for turn in turns if (span := spans[turn]) is not None]
 
@@ -62,7 +62,7 @@ class AnswerFinder:
         except ValueError:  # the template fails without the tools
             return True
 
-    def _marked(self, rendered: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
+    def _marked_spans(self, rendered: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
         """Return the spans that the template marks in these turns. Raise ValueError if that is ambiguous."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(turns) == len(answers) or not rendered.marked:
@@ -84,27 +84,26 @@ class AnswerFinder:
         turns = {turn for group in by_role.values() for turn in group}
         if not places.keys() >= turns:
             return {}
+        text = rendered.text
         for group in by_role.values():
-            first, last = group[0], group[-1]
-            prefix = rendered.before[first]
-            if prefix is None or not rendered.text.startswith(prefix):
-                first = last  # the text before turn `last` is rendered below, without later messages
-                prefix = self._text(messages[:last], generation_prompt=True)
-            if prefix is None or not rendered.text.startswith(prefix):
-                continue
-            lead, size = prefix[places[first][0] :], len(prefix) - places[first][0]
+            begin, prefix = places[group[0]][0], rendered.before[group[0]]
+            if prefix is None or not text.startswith(prefix):  # then try the last turn's prefix
+                begin, prefix = places[group[-1]][0], self._text(messages[: group[-1]], True)
+                if prefix is None or not text.startswith(prefix):
+                    continue
+            lead, size = prefix[begin:], len(prefix) - begin
             for turn in group:
                 start, stop = places[turn]
-                if rendered.text.startswith(lead, start, stop):
+                if text.startswith(lead, start, stop):
                     start += size  # `size` is negative if `prefix` ends before the message begins
-                    spans[turn] = start, self._end_of_turn(rendered.text, start, stop)
+                    spans[turn] = start, self._end_of_turn(text, start, stop)
         if rest := turns - spans.keys():
-            variant = self._instead(rendered, messages, rest)
+            variant = self._variant(rendered, messages, rest)
             variant_places = segments(variant)
             if not variant_places.keys() >= rest:
                 return {}
             for turn in rest:
-                spans[turn] = self._differing(rendered.text, places[turn], variant.text, variant_places[turn])
+                spans[turn] = self._difference(text, places[turn], variant.text, variant_places[turn])
         return spans
 
     def _by_renders(self, rendered: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
@@ -122,8 +121,8 @@ class AnswerFinder:
                 if text.startswith(partial[:stop]):
                     spans[turn] = len(prefix), stop
                     continue
-            variant = self._instead(rendered, messages, {turn}).text
-            spans[turn] = self._differing(text, (0, len(text)), variant, (0, len(variant)))
+            variant = self._variant(rendered, messages, {turn}).text
+            spans[turn] = self._difference(text, (0, len(text)), variant, (0, len(variant)))
         return spans
 
     def _text(self, messages: Messages, generation_prompt: bool = False) -> str | None:
@@ -133,7 +132,7 @@ class AnswerFinder:
         except ValueError:
             return None
 
-    def _instead(self, rendered: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
+    def _variant(self, rendered: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
         """Render the messages; a character that the text lacks replaces the content of `turns`."""
         letters = set(rendered.text)
         filler = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
@@ -153,7 +152,7 @@ class AnswerFinder:
                 return at if place is None else place
             place, at = at, at - len(end)
 
-    def _differing(self, text: str, place: Span, variant: str, variant_place: Span) -> Span | None:
+    def _difference(self, text: str, place: Span, variant: str, variant_place: Span) -> Span | None:
         """Return where `text` differs from `variant`, with the end of turn after it; None if it does not."""
         segment, replacement = text[slice(*place)], variant[slice(*variant_place)]
         if segment == replacement:

@@ -232,7 +232,7 @@ def _prompt_and_answers(row: Message) -> tuple[list[Message], list[Message], lis
         return answers[0][:at], answers[0][at:], answers[1][at:]
     if list in kinds:
         raise ValueError("chosen and rejected: expected texts or lists of messages, found one of each")
-    texts = [_said(ASSISTANT, row, key)["content"] for key in PAIR]
+    texts = [_text_message(ASSISTANT, row, key)["content"] for key in PAIR]
     if prompt is None:
         at = _first_difference(*texts)
         at -= at > 0 and texts[0][at - 1] == " "
@@ -240,7 +240,7 @@ def _prompt_and_answers(row: Message) -> tuple[list[Message], list[Message], lis
         if not prompt:
             raise ValueError("chosen and rejected: expected texts with a common beginning, or a prompt")
     is_list = isinstance(prompt, list)
-    earlier = _messages("prompt", prompt) if is_list else [_said(USER, {"prompt": prompt}, "prompt")]
+    earlier = _messages("prompt", prompt) if is_list else [_text_message(USER, {"prompt": prompt}, "prompt")]
     chosen, rejected = ([{"role": ASSISTANT, "content": text}] for text in texts)
     return earlier, chosen, rejected
 
@@ -303,21 +303,21 @@ def _by_prompt(row: Message) -> tuple[list[Message], list[Message]]:
         raise ValueError(
             "prompt and completion: expected two texts, or two lists of messages, found one of each"
         )
-    return [_said(USER, row, "prompt")], [_said(ASSISTANT, row, "completion")]
+    return [_text_message(USER, row, "prompt")], [_text_message(ASSISTANT, row, "completion")]
 
 
 def _by_instruction(row: Message) -> tuple[list[Message], list[Message]]:
     """Return prompt and answer of Alpaca's form; an input follows the instruction after a blank line."""
-    question = _said(USER, row, "instruction")
+    question = _text_message(USER, row, "instruction")
     if row.get("input"):
-        question["content"] += "\n\n" + _said(USER, row, "input")["content"]
-    return [*_by_system(row), question], [_said(ASSISTANT, row, "output")]
+        question["content"] += "\n\n" + _text_message(USER, row, "input")["content"]
+    return [*_by_system(row), question], [_text_message(ASSISTANT, row, "output")]
 
 
 def _by_speakers(row: Message) -> tuple[list[Message], list[Message]]:
     """Return an empty prompt, and the messages of ShareGPT's form."""
     messages = []
-    for place, turn in enumerate(_listed("conversations", row["conversations"])):
+    for place, turn in enumerate(_message_list("conversations", row["conversations"])):
         label = f"conversations[{place}]"
         if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
             raise ValueError(f"{label}: expected an object with from and value, found {quoted(turn)}")
@@ -337,23 +337,23 @@ FORMS: tuple[tuple[tuple[str, ...], Callable[[Message], tuple[list[Message], lis
 
 
 def _by_system(row: Message) -> list[Message]:
-    return [_said(SYSTEM, row, "system")] if row.get("system") else []
+    return [_text_message(SYSTEM, row, "system")] if row.get("system") else []
 
 
-def _said(role: str, row: Message, key: str) -> Message:
+def _text_message(role: str, row: Message, key: str) -> Message:
     if not is_text(row[key]):
         raise ValueError(f"{key}: expected a text, found {quoted(row[key])}")
     return {"role": role, "content": row[key]}
 
 
-def _listed(key: str, value: Any) -> list[Any]:
+def _message_list(key: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{key}: expected a list of messages, found {quoted(value)}")
     return value
 
 
 def _messages(key: str, value: Any) -> list[Message]:
-    return [_message(f"{key}[{place}]", message) for place, message in enumerate(_listed(key, value))]
+    return [_message(f"{key}[{place}]", message) for place, message in enumerate(_message_list(key, value))]
 
 
 def _message(label: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:

@@ -187,23 +187,23 @@ def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
 
 
 class TextReader:
-    """Reader of texts. `asked`: value of --control-tokens, PARSE or PLAIN; None: the flag is not given.
+    """Reader of texts. `setting`: value of --control-tokens, PARSE or PLAIN; None: the flag is not given.
 
     Without the flag, control tokens are read as with PLAIN and counted for `notes`. Text that a template
     wrote is always read with PARSE.
     """
 
-    def __init__(self, tokenizer: Tokenizer, asked: str | None = None) -> None:
-        self.tokenizer, self.asked, self.parses = tokenizer, asked, asked == PARSE
+    def __init__(self, tokenizer: Tokenizer, setting: str | None = None) -> None:
+        self.tokenizer, self.setting, self.parses = tokenizer, setting, setting == PARSE
         self.spelt = Counter[str]()
 
     def anew(self) -> TextReader:
         """Return another reader with the same settings, whose counts begin at zero."""
-        return TextReader(self.tokenizer, self.asked)
+        return TextReader(self.tokenizer, self.setting)
 
     def encode(self, texts: Sequence[bytes | str]) -> list[Ids]:
         """Return the ids (n,) of each text, uint16 or uint32, without bos and eos."""
-        if self.asked is None:
+        if self.setting is None:
             self.spelt += self.tokenizer.spelt(texts)
         return self.tokenizer.encode_batch(texts, special=self.parses)
 

@@ -58,8 +58,8 @@ class GGUFTokenizer(Tokenizer):
         self.tokens = _tokens(self._keys, self.longest)
         self.ids = {token: place for place, token in enumerate(self.tokens)}
         self.vocab_size = len(self.tokens)
-        self.given_types = self._keys.integers(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
-        pairs = zip(self.tokens, self.given_types, strict=True)
+        self.file_types = self._keys.integers(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
+        pairs = zip(self.tokens, self.file_types, strict=True)
         self.types = [CONTROL if token in _ENDS else kind for token, kind in pairs]
         self.bos, self.eos = self.special_id("bos"), self.special_id("eos")
         flag = self._keys.flag(KEY + "add_bos_token")

@@ -34,8 +34,8 @@ _WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map
 class Rules:
     """The rules in a tokenizer's keys. Raises FileError if the rules are invalid.
 
-    flags   token -> flags of an added token
-    cut     whether the rules change which tokens are cut out of a text
+    flags          token -> flags of an added token
+    changes_cuts   whether the rules change which tokens are cut out of a text
     """
 
     def __init__(self, keys: GGUFKeys) -> None:
@@ -48,7 +48,7 @@ class Rules:
             check_normalizer(self.normalizer)
         except (ValueError, AttributeError, TypeError) as error:
             raise keys.fault(RULES, f"rules of a Hugging Face tokenizer ({shown(str(error), 100)})") from None
-        self.cut = bool(self.flags) or self.normalizer is not None
+        self.changes_cuts = bool(self.flags) or self.normalizer is not None
         self._is_local = kinds_of(self.normalizer) <= _LOCAL
 
     def splitting(self, pre: PreTokenizer) -> PreTokenizer:

@@ -30,8 +30,8 @@ _WAY_OUT = "use token files for --data (1-D .npy)"
 _MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes: a tokenizer.json, other files in its folder
 _MOST_TEMPLATES, _MOST_NAME = 32, 99  # limits: templates of a folder, characters of a template's name
 _GAP = 1 << 16  # maximum number of ids of a model beyond twice the number of tokens
-_SPELLED = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
-_WITHOUT_KEY = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+_TYPE_NAMES = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
+_UNSUPPORTED = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPETokenizer:
@@ -44,7 +44,7 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
     path = Path(path)
     content = _read(path, _MOST)
     model = _byte_level(path, content)
-    added = _added(path, content)
+    added = _added_tokens(path, content)
     tokens, types = _vocabulary(path, model, added, vocab_size)
     pre, splitting = name_of(content.get("pre_tokenizer"), bool(model.get("ignore_merges")), str(path))
     flags = {token["content"]: [flag for flag in FLAGS if token.get(flag)] for token in added}
@@ -53,7 +53,7 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
         KEY + "pre": pre,
         KEY + "tokens": tokens,
         KEY + "token_type": np.array(types, np.int32),
-        KEY + "merges": [_merge(path, merge) for merge in _given(path, model, "merges", list) or []],
+        KEY + "merges": [_merge(path, merge) for merge in _value(path, model, "merges", list) or []],
         **rules_json(flags, content.get("normalizer"), splitting),
         **_special(path, content, added),
         **_chat_template(path),
@@ -123,17 +123,17 @@ def _sibling(path: Path, name: str) -> dict[str, Any]:
     return _read(file, _MOST_SIBLING) if os.path.lexists(file) else {}
 
 
-def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> Any:
+def _value(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> Any:
     """Return the value of `name` if it has one of these types; None if missing; else raise UsageError."""
     value = content.get(name)
     if value is not None and type(value) not in kinds:
-        names = " or ".join(_SPELLED[kind] for kind in kinds)
+        names = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
         raise UsageError(f"{path}: {name}: expected {names}, found {shown(value, 60)}")
     return value
 
 
 def _by_config(path: Path, name: str, *kinds: type) -> Any:
-    return _given(path.with_name("tokenizer_config.json"), _sibling(path, "tokenizer_config"), name, *kinds)
+    return _value(path.with_name("tokenizer_config.json"), _sibling(path, "tokenizer_config"), name, *kinds)
 
 
 def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
             f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {quoted(kind)}: "
             + _WAY_OUT
         )
-    problem = next((f"{name} {shown(model[name], 100)}" for name in _WITHOUT_KEY if model.get(name)), "")
+    problem = next((f"{name} {shown(model[name], 100)}" for name in _UNSUPPORTED if model.get(name)), "")
     try:
         check_normalizer(content.get("normalizer"))
     except ValueError as error:
@@ -157,11 +157,11 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
-def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
+def _added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the added tokens. Raise UsageError unless they are objects. As in Transformers, tokens of
     tokenizer_config.json are added too, and they replace tokens with the same text.
     """
-    tokens = _given(path, content, "added_tokens", list) or []
+    tokens = _value(path, content, "added_tokens", list) or []
     by_id = _by_config(path, "added_tokens_decoder", dict) or {}
     for token in (*tokens, *by_id.values()):
         if not isinstance(token, dict):
@@ -250,7 +250,7 @@ def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -
     keys: dict[str, object] = {KEY + "add_space_prefix": False}
     for hf, gguf in _NAMES.items():
         fields = [
-            _given(path.with_name(f"{file}.json"), _sibling(path, file), f"{hf}_token_id", int, list)
+            _value(path.with_name(f"{file}.json"), _sibling(path, file), f"{hf}_token_id", int, list)
             for file in ("config", "generation_config")
         ]
         candidates = (ids.get(texts[hf]), *((_list(field) or [field])[0] for field in fields))
