@@ -293,7 +293,7 @@ BAD = {
     "[" * 9999: "line 2: nested too deeply",
     '{"messages": [{"role": "assistant", "content": "b"}]}': "the chat template: user and assistant m",
     '{"messages": [{"role": "assistant", "content": "b", "weight": 0.5}]}': "weight of a message: expected ",
-    '{"messages": [{"role": "user", "content": "a"}], "tools": {"a": 1}}': "tools",
+    '{"messages": [{"role": "user", "content": "a"}], "tools": {}}': "tools: expected a list.*found '?{}",
 }
 
 

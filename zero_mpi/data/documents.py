@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from zero_mpi.errors import FileError, JobError
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import fill, open_file
+from zero_mpi.files.open import fill, open_file, reason
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Places = NDArray[np.int64]
@@ -55,10 +55,8 @@ class FileSpan:
             if fill(file.fileno(), view, at) < len(view):
                 raise EOFError(f"it ends at byte {os.fstat(file.fileno()).st_size:,}")
         except (OSError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise JobError(
-                f"cannot read {len(view):,} bytes at byte {at:,} of {shown(self.path)}: {reason}; {CHANGED}"
-            ) from error
+            place = f"{len(view):,} bytes at byte {at:,} of {shown(self.path)}"
+            raise JobError(f"cannot read {place}: {reason(error)}; {CHANGED}") from error
 
 
 class OpenFile:

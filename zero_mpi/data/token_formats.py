@@ -18,12 +18,12 @@ import numpy.lib.format as npy
 from numpy.typing import NDArray
 
 from zero_mpi.data.conversations.formats import holds_conversations
-from zero_mpi.data.conversations.row_sources import COLUMN, batches_of, pyarrow
+from zero_mpi.data.conversations.row_sources import COLUMN, ArrowFile, pyarrow
 from zero_mpi.data.documents import Document, FileSpan, TokenSpans
 from zero_mpi.data.text_files import MANIFEST, NANOGPT, TOKENIZER
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import open_file
+from zero_mpi.files.open import open_file, reason
 
 WHOLE = 1 << 30  # bytes of the largest file that is read fully for its digest; this takes half a second
 BLOCK = 1 << 20  # ids processed together
@@ -152,8 +152,8 @@ def npy_layout(path: Path, file: FileIO) -> TokenLayout:
         with warnings.catch_warnings(action="ignore"):  # headers by Python 2 are valid but cause warnings
             shape, _, dtype = NPY_HEADERS[npy.read_magic(file)](file)
     except Exception as error:  # an invalid header may raise any exception
-        reason = shown(str(error).partition("\n")[0] or type(error).__name__, 80)
-        raise ValueError(f"expected the header of an array of numbers: {reason}") from None
+        problem = shown(str(error).partition("\n")[0] or type(error).__name__, 80)
+        raise ValueError(f"expected the header of an array of numbers: {problem}") from None
     if dtype not in (np.dtype("<u2"), np.dtype("<u4")) or len(shape) != 1:
         problem = f"found {shown(dtype.name if dtype.isnative else dtype.str)} of shape {shown(shape)}"
         raise UsageError(f"{path}: expected a 1-D array of uint16 or uint32 ids, {problem}")
@@ -170,7 +170,7 @@ def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
     runs, ends, kinds, total = list[tuple[int, int]](), [np.zeros(0, np.int64)], set[str](), 0
     try:
         with library.memory_map(str(path)) as mapped:
-            batches = list(batches_of(library, mapped)[1])
+            batches = list(ArrowFile(library, mapped).batches)
             mapped.seek(0)
             base = mapped.read_buffer(mapped.size()).address
             for batch in batches:
@@ -272,8 +272,7 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
     except JobError as error:  # the job has not started yet, so this is a UsageError
         raise UsageError(str(error)) from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read {path} as a token file: {reason}") from error
+        raise UsageError(f"cannot read {path} as a token file: {reason(error)}") from error
     if layout.ends is None:
         return Document(name, spans, digest)
     ends = layout.ends[np.diff(layout.ends, prepend=0) > 0]

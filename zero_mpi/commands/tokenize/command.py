@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -172,8 +172,8 @@ def input_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
             stat = path.stat()
         except OSError as error:
             unreadable(error)
-        form = work.format_named(name).name
-        files.append(work.InputFile(name, path, form, stat.st_size, stat.st_mtime_ns))
+        format_name = work.format_named(name).name
+        files.append(work.InputFile(name, path, format_name, stat.st_size, stat.st_mtime_ns))
     return files
 
 
@@ -249,25 +249,30 @@ def finish(
         raise JobError(f"{shown(folder.out)}: records of parts were removed during the job")
     records, out = list(index.values()), shown(folder.out)
     counts = {name: sum(each[name] for each in records) for name in COUNTS}
-    union, reader = encoding.text_filter(), encoding.text.anew()
-    for record in records:
-        union.not_utf8 += record["odd"]
-        reader.spelt.update(record["spelt"])
-    warn((*union.notes(), *reader.notes(), *separator_notes(reader.tokenizer)))
-    if counts["skipped"]:
-        warn([f"skipped lines and rows without text: {counts['skipped']:,}"])
+    warn(notes_on(encoding, records))
     if not counts["documents"]:
         folder.clear()
         (folder.out / TOKENIZER).unlink()
         raise UsageError(f"{work.FLAG} contains no text: {named(encoding.options.path, LONGEST)}")
     files = [file for each in records for file in each["files"]]
-    ids = megatron_dtype(reader.tokenizer.vocab_size).name
+    ids = megatron_dtype(encoding.text.tokenizer.vocab_size).name
     with writing():
         folder.end({"ids": ids, **counts, "files": files})
     rate = short(sum(index[name]["tokens"] for name in new) / max(elapsed, 1e-9))
     total = f"{plural(counts['documents'], 'document')}, {counts['tokens']:,} tokens"
     text = f"{size(counts['text_bytes'])} in {plural(len(files) // 2, 'token file')}"
     log.info("%s", f"{out}: {total} of {text}, {rate} tokens/s in {seconds(elapsed)}; {train_on(encoding)}")
+
+
+def notes_on(encoding: work.Encoding, records: Sequence[Table]) -> Iterator[str]:
+    """Yield the notes on the texts of all parts, which have these records."""
+    union, reader = encoding.text_filter(), encoding.text.anew()
+    for record in records:
+        union.not_utf8 += record["odd"]
+        reader.spelt.update(record["spelt"])
+    yield from (*union.notes(), *reader.notes(), *separator_notes(reader.tokenizer))
+    if skipped := sum(record["skipped"] for record in records):
+        yield f"skipped lines and rows without text: {skipped:,}"
 
 
 def warn(notes: Iterable[str]) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,11 +80,12 @@ class Reading:
     skips       whether invalid lines and rows are left out and counted in `skipped`
     filter      decides which files are text, and has notes on them
     beat        function that is called after each block that is read
+    text_bytes  bytes of the texts that were encoded
     """
 
     def __init__(self, field: str, skips: bool, text_filter: TextFilter) -> None:
         self.field, self.skips, self.filter = field, skips, text_filter
-        self.skipped = 0
+        self.skipped = self.text_bytes = 0
         self.beat: Callable[[], object] = lambda: None
         self._stream: text_streams.TextStream | None = None
 
@@ -171,35 +172,34 @@ def _lines(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator
 
 def _group_weights(file: InputFile, reading: Reading) -> list[int]:
     with open_table(file.path) as table:
-        names, place = table.schema_arrow.names, shown(file.path)
-        if reading.field not in names:
-            others = shown(", ".join(names), 100) or "none"
-            column = f"expected a column {quoted(reading.field)}, found {others}"
+        schema, place, field = table.schema_arrow, shown(file.path), reading.field
+        if field not in schema.names:
+            names = shown(", ".join(schema.names), 100) or "none"
+            column = f"expected a column {quoted(field)}, found {names}"
             raise FileError(f"{place}: {column}; name it with --field")
-        kind = str(table.schema_arrow.field(reading.field).type)
+        kind = str(schema.field(field).type)
         if kind not in ("string", "large_string"):
-            texts = f"expected a column of texts, found {shown(kind, 60)}"
-            raise FileError(f"{place}: {reading.field}: {texts}")
+            raise FileError(f"{place}: {field}: expected a column of texts, found {shown(kind, 60)}")
         weights = []
         for group in map(table.metadata.row_group, range(table.metadata.num_row_groups)):
             columns = map(group.column, range(group.num_columns))
-            sizes = [each.total_uncompressed_size for each in columns if each.path_in_schema == reading.field]
+            sizes = [each.total_uncompressed_size for each in columns if each.path_in_schema == field]
             weights.append(sum(max(size, 0) for size in sizes))
         return weights
 
 
 def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
     with open_table(file.path) as table:
-        row = sum(table.metadata.row_group(number).num_rows for number in range(first))
+        before = sum(table.metadata.row_group(number).num_rows for number in range(first))
         groups = list(range(first, stop))
-        for batch in table.iter_batches(batch_size=ROWS, row_groups=groups, columns=[reading.field]):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                if text_streams.is_text(value):
-                    yield f"{file.name}@{row}", value.encode()
-                else:
-                    problem = f"{reading.field}: expected a text, found {quoted(value)}"
-                    reading.bad(file.path, "row", partial(int, row), problem)
+        batches = table.iter_batches(batch_size=ROWS, row_groups=groups, columns=[reading.field])
+        values = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for row, value in enumerate(values, before + 1):
+            if text_streams.is_text(value):
+                yield f"{file.name}@{row}", value.encode()
+            else:
+                problem = f"{reading.field}: expected a text, found {quoted(value)}"
+                reading.bad(file.path, "row", partial(int, row), problem)
 
 
 JSON_LINES = TextFormat("JSON Lines", (".jsonl", ".ndjson"), _length, _lines, divisible=True)
@@ -309,7 +309,8 @@ class ProgressSum:
         self._label, self._earlier, self._total = label, before, max(total, 1)
         self._amounts, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
         self._handle: Handle | None = None
-        self._finished = self._has_problem = self._has_ended = self._is_done = False
+        self._problem: UsageError | JobError | None = None
+        self._finished = self._has_ended = self._is_done = False
         self._start = self._last_line = time.monotonic()
         self._due = 0.0
 
@@ -318,21 +319,19 @@ class ProgressSum:
 
         A problem on one rank stops all ranks and is raised on all ranks.
         """
-        problems = list[Exception]()
         try:
             work(self)
         except (UsageError, JobError) as error:
-            self._has_problem = True
-            problems.append(error)
+            self._problem = error
         self._finished = True
         while self.beat():
             time.sleep(PAUSE)
 
-        def raise_first() -> None:
-            for problem in problems:
-                raise problem
+        def raise_problem() -> None:
+            if self._problem is not None:
+                raise self._problem
 
-        self._world.run_on_all(raise_first)
+        self._world.run_on_all(raise_problem)
         return self._is_done
 
     def beat(self, amount: Amount = NOTHING) -> bool:
@@ -341,7 +340,7 @@ class ProgressSum:
         if any(amount):
             self._moved()
         if not self._has_ended and self._handle is None and (self._finished or time.monotonic() >= self._due):
-            stops = self._has_problem or self._stops()
+            stops = self._problem is not None or self._stops()
             self._sum = np.array([*self._amounts, self._finished, stops], np.float64)
             self._handle = self._world.comm.allreduce(self._sum, "what was done")
             self._due = time.monotonic() + EVERY
@@ -395,7 +394,7 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], progress: Progre
     text = TextReader(run_by(encoding.text.tokenizer, Batches(progress.beat)), encoding.text.setting)
     with closing(reading), writing():
         for part in parts:
-            reading.filter, reading.skipped = encoding.text_filter(), 0
+            reading.filter, reading.skipped, reading.text_bytes = encoding.text_filter(), 0, 0
             if not _encode(encoding, text.anew(), part, reading, progress):
                 return
 
@@ -404,14 +403,12 @@ def _encode(
     encoding: Encoding, reader: TextReader, part: WorkPart, reading: Reading, progress: ProgressSum
 ) -> bool:
     """Write a part. Return False if all ranks must stop."""
-    total = 0
 
     def texts() -> Iterator[Text]:
-        nonlocal total
         for piece in part.pieces:
             file = encoding.files[piece.file]
             for name, data in TEXT_FORMATS[file.format].texts(file, piece.first, piece.stop, reading):
-                total += len(data)
+                reading.text_bytes += len(data)
                 progress.beat(Amount(text_bytes=len(data)))
                 yield name, data
             progress.beat(Amount(piece.weight))
@@ -425,6 +422,6 @@ def _encode(
                 return False
         for number in {piece.file for piece in part.pieces}:
             check_unchanged(encoding.files[number])
-        spelt, odd = dict(reader.spelt), reading.filter.not_utf8
-        writer.finish({"text_bytes": total, "skipped": reading.skipped, "spelt": spelt, "odd": odd})
+        facts = {"text_bytes": reading.text_bytes, "skipped": reading.skipped}
+        writer.finish({**facts, "spelt": dict(reader.spelt), "odd": reading.filter.not_utf8})
     return progress.beat()

@@ -53,6 +53,7 @@ class WorkFolder:
         if self.job_folder.is_symlink():
             raise UsageError(f"--out {shown(self.job_folder)}: expected a folder, found a link: remove it")
         self.is_complete = exists(out / MANIFEST)
+        self._plan = out / MANIFEST if self.is_complete else self.job_folder / PLAN
         self._earlier = self._earlier_table()
         self._check(settings if self.is_complete else {**settings, CODE: code()})
         others = [path.name for path in out.iterdir() if not path.name.startswith(".")]
@@ -64,16 +65,14 @@ class WorkFolder:
 
     def _earlier_table(self) -> Table:
         """Return the manifest, or the plan of a job that has complete parts; {} without either."""
-        if self.is_complete:
-            return read_table(self.out / MANIFEST)
-        plan = self.job_folder / PLAN
-        if exists(plan) and any(path != plan for path in self.job_folder.glob("*.json")):
-            return read_table(plan, sealed_too=True)
+        has_parts = any(path.name != PLAN for path in self.job_folder.glob("*.json"))
+        if self.is_complete or (has_parts and exists(self._plan)):
+            return read_table(self._plan, sealed_too=not self.is_complete)
         return {}
 
     def _check(self, now: Table) -> None:
         if self._earlier:
-            with as_file_errors(self.out / MANIFEST if self.is_complete else self.job_folder / PLAN):
+            with as_file_errors(self._plan):
                 for name, old, value in differences(self._earlier, now):
                     problem = f"--out {shown(self.out)} was started with other input"
                     raise UsageError(f"{problem}: {name} was {quoted(old)}, is now {quoted(value)}: {SAME}")
@@ -85,14 +84,13 @@ class WorkFolder:
         if self.is_complete:
             self.clear()
             return
-        plan = {**self.settings, CODE: code()}
         self.job_folder.mkdir(exist_ok=True)
         for path in (*self.job_folder.iterdir(), *self.out.iterdir()):  # files that a killed job left
             if UNDER_WAY.fullmatch(path.name) and read_record(self.out, path.stem) is None:
                 path.unlink()
         header, _, _ = pack_file("zero_mpi", tokenizer.metadata(), [])
         write_whole(self.out / TOKENIZER, header)
-        write_whole(self.job_folder / PLAN, json.dumps(sealed(plan)))
+        write_whole(self._plan, json.dumps(sealed({**self.settings, CODE: code()})))
 
     def end(self, manifest: Table) -> None:
         """Write the manifest and remove the files of the job. Raise OSError if writing fails."""
@@ -209,7 +207,5 @@ def as_file_errors(path: Path) -> Iterator[None]:
     except UsageError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileError(
-            f"{shown(path)}: expected a file of tokenize, found {shown(error)}: remove the folder and start "
-            "again"
-        ) from None
+        problem = f"expected a file of tokenize, found {shown(error)}: remove the folder and start again"
+        raise FileError(f"{shown(path)}: {problem}") from None

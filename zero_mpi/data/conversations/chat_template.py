@@ -14,7 +14,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zero_mpi.data.tokenizers.byte import Tokenizer
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.errors import FileError, UsageError, prefixed
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TEMPLATE, TOKENS, GGUFKeys
 from zero_mpi.files.open import read_file
@@ -93,10 +93,9 @@ class CallForm(NamedTuple):
             return call
         if self.text:
             return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
-        try:
+        with suppress(ValueError):
             return call | {"arguments": parse_json(arguments)}
-        except ValueError:
-            return call
+        return call
 
 
 class EndlessTemplate(Exception):
@@ -280,11 +279,9 @@ def asks_day(tokenizer: Tokenizer) -> bool:
 
 def read_template(path: str | Path) -> str:
     """Return the text of a template file. Raise FileError if it cannot be read."""
-    try:
-        return read_file(path, MOST_BYTES, "a chat template").decode()
-    except FileError as error:
-        raise FileError(f"--chat-template {error}") from None
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"--chat-template {shown(path)}: expected a template in UTF-8, found other bytes at {error.start}"
-        ) from None
+    with prefixed("--chat-template"):
+        try:
+            return read_file(path, MOST_BYTES, "a chat template").decode()
+        except UnicodeDecodeError as error:
+            problem = f"expected a template in UTF-8, found other bytes at {error.start}"
+            raise FileError(f"{shown(path)}: {problem}") from None

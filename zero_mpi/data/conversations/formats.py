@@ -288,7 +288,9 @@ def _is_trained(message: Message) -> bool:
 
 def _tools(value: Any) -> list[Any] | None:
     """Return the tools in `value`, a list or its JSON text; None for no tools. Raise ValueError otherwise."""
-    tools = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
+    tools = value
+    if is_text(value):
+        tools = parse_json(value.encode()) if value.strip() else None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"tools: expected a list, or the JSON text of a list, found {quoted(value)}")
     return tools or None
@@ -374,16 +376,18 @@ def _message(label: str, value: Any, of_role: str = "role", of_content: str = "c
         message = {THOUGHTS[1]: thoughts, **message, THOUGHTS[0]: thoughts}  # as Transformers does
     if content is None and message["role"] == ASSISTANT and {"tool_calls", "function_call"} & value.keys():
         content = ""
-    is_list = isinstance(content, list)
-    parts: Any = content if is_list else [content]
-    for part in parts:
-        text = part.get("text") if is_list and isinstance(part, dict) and part.get("type") == "text" else None
-        if not is_text(text if is_list else part):
-            raise ValueError(
-                f"{label}: {of_content}: expected a text, or parts such as "
-                f'{{"type": "text", "text": "..."}}, found {quoted(part)}'
-            )
+    _check_content(f"{label}: {of_content}", content)
     return message | {"content": content}
+
+
+def _check_content(label: str, content: Any) -> None:
+    """Raise ValueError unless a message's content is a text or a list of parts that are texts."""
+    parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not is_text(part.get("text")):
+            expected = 'expected a text, or parts such as {"type": "text", "text": "..."}'
+            value = part if isinstance(content, list) else content
+            raise ValueError(f"{label}: {expected}, found {quoted(value)}")
 
 
 def _calls(label: str, value: Any) -> list[Message]:

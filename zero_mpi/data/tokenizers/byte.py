@@ -109,7 +109,7 @@ class ByteTokenizer(Tokenizer):
 
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
         if not special:
-            return [np.frombuffer(_raw(data), np.uint8).astype(np.uint16) for data in documents]
+            return [np.frombuffer(raw_bytes(data), np.uint8).astype(np.uint16) for data in documents]
         return [np.concatenate([_ids(part) for part in _cut(data)]) for data in documents]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
@@ -154,13 +154,13 @@ class ByteTokenizer(Tokenizer):
         return keys.text(TOKENIZER) == _MODEL and keys.texts(TOKENS) == cls().metadata()[TOKENS]
 
 
-def _raw(data: bytes | str) -> bytes:
+def raw_bytes(data: bytes | str) -> bytes:
     return data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
 
 
 def _cut(data: bytes | str) -> list[int | str]:
     """Return the ids of control tokens spelt in `data`, and the text between them, one letter per byte."""
-    return _SPELLINGS.cut(_raw(data).decode("latin-1"))
+    return _SPELLINGS.cut(raw_bytes(data).decode("latin-1"))
 
 
 def _ids(part: int | str) -> NDArray[np.uint16]:

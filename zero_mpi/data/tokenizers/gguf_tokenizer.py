@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.data.encoded_cache import Batches
-from zero_mpi.data.tokenizers.byte import Ids, Lengths, Tokenizer
+from zero_mpi.data.tokenizers.byte import Ids, Lengths, Tokenizer, raw_bytes
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
@@ -180,7 +180,7 @@ def run_by(tokenizer: Tokenizer, batches: Batches) -> Tokenizer:
 
 def as_text(data: bytes | str) -> str:
     """Return `data` as text, in which U+FFFD replaces every byte that is not valid UTF-8."""
-    raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+    raw = raw_bytes(data)
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -26,6 +26,7 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text_streams import is_text
 
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
+_CONFIG, _MODEL_CONFIGS = "tokenizer_config", ("config", "generation_config")  # files in the same folder
 _WAY_OUT = "use token files for --data (1-D .npy)"
 _MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes: a tokenizer.json, other files in its folder
 _MOST_TEMPLATES, _MOST_NAME = 32, 99  # limits: templates of a folder, characters of a template's name
@@ -60,7 +61,7 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
     }
     place = f"{path}: as a model file"
     tokenizer = BPETokenizer(metadata, place)
-    lists = (_sibling(path, name).get("eos_token_id") for name in ("config", "generation_config"))
+    lists = (_sibling(path, file).get("eos_token_id") for file in _MODEL_CONFIGS)
     listed = [end for ends in lists if isinstance(ends, list) for end in ends if type(end) is int]
     ends = [end for end in dict.fromkeys(listed) if 0 <= end < len(tokens) and end not in tokenizer.ends]
     keys = {f"{KEY}{name}_token_id": np.uint32(end) for name, end in zip(("eot", "eom"), ends, strict=False)}
@@ -132,8 +133,8 @@ def _value(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> A
     return value
 
 
-def _by_config(path: Path, name: str, *kinds: type) -> Any:
-    return _value(path.with_name("tokenizer_config.json"), _sibling(path, "tokenizer_config"), name, *kinds)
+def _sibling_value(path: Path, file: str, name: str, *kinds: type) -> Any:
+    return _value(path.with_name(f"{file}.json"), _sibling(path, file), name, *kinds)
 
 
 def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def _added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
     tokenizer_config.json are added too, and they replace tokens with the same text.
     """
     tokens = _value(path, content, "added_tokens", list) or []
-    by_id = _by_config(path, "added_tokens_decoder", dict) or {}
+    by_id = _sibling_value(path, _CONFIG, "added_tokens_decoder", dict) or {}
     for token in (*tokens, *by_id.values()):
         if not isinstance(token, dict):
             raise UsageError(f"{path}: added_tokens: expected objects, found {shown(token, 60)}")
@@ -199,13 +200,10 @@ def _vocabulary(
             f"{path}: expected a tokenizer for a vocabulary of {vocab_size}, found {size} tokens"
         )
     control = {token["id"] for token in added if token.get("special") or _looks_special(token["content"])}
-    tokens, types = list[str](), list[int]()
-    for place in range(vocab_size or size):
-        filled = place in vocabulary or place in extra
-        tokens.append(extra.get(place, vocabulary.get(place, f"[PAD{place}]")))
-        kind = CONTROL if place in control else USER_DEFINED if place in extra else NORMAL
-        types.append(kind if filled else UNUSED)
-    return tokens, types
+    tokens, places = vocabulary | extra, range(vocab_size or size)
+    types = dict.fromkeys(vocabulary, NORMAL) | dict.fromkeys(extra, USER_DEFINED)
+    types |= dict.fromkeys(control, CONTROL)
+    return [tokens.get(n, f"[PAD{n}]") for n in places], [types.get(n, UNUSED) for n in places]
 
 
 def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
@@ -236,37 +234,38 @@ def _merge(path: Path, merge: object) -> str:
 
 def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -> dict[str, object]:
     """Return the GGUF keys of special tokens, found in tokenizer_config.json or the model's config files."""
-    ids, first = {token["content"]: token["id"] for token in reversed(added)}, None
-    post = content.get("post_processor")
-    for step in _list(post.get("processors", [post])) if isinstance(post, dict) else []:
-        single = _list(step.get("single")) if isinstance(step, dict) else []
-        head = single[0].get("SpecialToken") if len(single) > 1 and isinstance(single[0], dict) else None
-        if isinstance(head, dict):
-            first = _content(head.get("id"))  # the post-processor puts this token before each text
-            break
-    texts = {name: _content(_by_config(path, f"{name}_token", str, dict)) for name in _NAMES}
-    if not _sibling(path, "tokenizer_config"):
+    ids = {token["content"]: token["id"] for token in reversed(added)}
+    first = _first_token(content.get("post_processor"))
+    texts = {name: _content(_sibling_value(path, _CONFIG, f"{name}_token", str, dict)) for name in _NAMES}
+    if not _sibling(path, _CONFIG):
         texts["bos"] = first
     keys: dict[str, object] = {KEY + "add_space_prefix": False}
     for hf, gguf in _NAMES.items():
-        fields = [
-            _value(path.with_name(f"{file}.json"), _sibling(path, file), f"{hf}_token_id", int, list)
-            for file in ("config", "generation_config")
-        ]
+        fields = [_sibling_value(path, file, f"{hf}_token_id", int, list) for file in _MODEL_CONFIGS]
         candidates = (ids.get(texts[hf]), *((_list(field) or [field])[0] for field in fields))
         numbers = [place for place in candidates if type(place) is int and 0 <= place < 1 << 32]
         if numbers:
             keys[f"{KEY}{gguf}_token_id"] = np.uint32(numbers[0])
     for name, is_first in {"bos": first is not None and first == texts["bos"], "eos": False}.items():
-        flag = _by_config(path, f"add_{name}_token", bool)
+        flag = _sibling_value(path, _CONFIG, f"add_{name}_token", bool)
         adds = is_first if flag is None else flag
         keys[f"{KEY}add_{name}_token"] = adds and f"{KEY}{name}_token_id" in keys
     return keys
 
 
+def _first_token(post: Any) -> str | None:
+    """Return the special token that a post-processor puts before each text, or None."""
+    for step in _list(post.get("processors", [post])) if isinstance(post, dict) else []:
+        single = _list(step.get("single")) if isinstance(step, dict) else []
+        head = single[0].get("SpecialToken") if len(single) > 1 and isinstance(single[0], dict) else None
+        if isinstance(head, dict):
+            return _content(head.get("id"))
+    return None
+
+
 def _chat_template(path: Path) -> dict[str, object]:
     """Return GGUF key -> template. As in Transformers, template files override tokenizer_config.json."""
-    field = _by_config(path, "chat_template", str, list)
+    field = _sibling_value(path, _CONFIG, "chat_template", str, list)
     specs = field if isinstance(field, list) else [{"name": "default", "template": field}]
     templates = {str(spec.get("name")): spec.get("template") for spec in specs if isinstance(spec, dict)}
     paths = sorted(path.with_name("additional_chat_templates").glob("*.jinja"))[:_MOST_TEMPLATES]
