@@ -103,7 +103,7 @@ class SampleOrder:
 
     def __init__(self, counts: Sequence[int], shares: Sequence[float], seed: int) -> None:
         self._counts, self._seed = tuple(counts), seed
-        self._bounds = np.append(0.0, np.cumsum(shares)[:-1] / sum(shares))
+        self._bounds = 0.0, *(np.cumsum(shares)[:-1] / sum(shares)).tolist()
         self._first = np.append(0, np.cumsum(counts)[:-1])
 
     @property
@@ -131,7 +131,7 @@ class SampleOrder:
         blocks, offsets = np.divmod(samples, DEALT)
         for block in sorted(set(blocks.tolist())):
             mask = blocks == block
-            dealt = _assignment(block, tuple(self._bounds.tolist()), self._seed)
+            dealt = _assignment(block, self._bounds, self._seed)
             sources[mask], numbers[mask] = dealt[0][offsets[mask]], dealt[1][offsets[mask]]
         return sources, numbers
 
@@ -143,17 +143,17 @@ class SampleOrder:
         return [int(number) / count for number, count in zip(begun, self._counts, strict=True)]
 
 
-def _samples_before(block: int, bounds: Places) -> Places:
+def _samples_before(block: int, bounds: tuple[float, ...]) -> Places:
     """Return how many samples before `block` each source has, by rounding the cumulative shares."""
     total = block * DEALT
-    return np.diff(np.append(np.floor(bounds * total + 0.5), total)).astype(np.int64)
+    return np.diff(np.append(np.floor(np.array(bounds) * total + 0.5), total)).astype(np.int64)
 
 
 @lru_cache(maxsize=4)
 def _assignment(block: int, bounds: tuple[float, ...], seed: int) -> tuple[Places, Places]:
     """Return the source of each sample in a block, and its number among the samples of that source."""
-    begun = _samples_before(block, np.array(bounds))
-    quotas = _samples_before(block + 1, np.array(bounds)) - begun
+    begun = _samples_before(block, bounds)
+    quotas = _samples_before(block + 1, bounds) - begun
     sources, numbers = np.empty(DEALT, np.int64), np.empty(DEALT, np.int64)
     sources[permutation(DEALT, seed, _SOURCE_STREAM, 0, block)] = np.repeat(np.arange(len(quotas)), quotas)
     for source, (first, count) in enumerate(zip(begun.tolist(), quotas.tolist(), strict=True)):

@@ -95,7 +95,7 @@ def unreadable(error: OSError) -> NoReturn:
 
 BLOCK = 1 << 20
 HEAD = 8192  # bytes that decide whether a file is text, as in git and grep
-LINES = (".jsonl", ".ndjson")
+LINES = (".jsonl", ".ndjson")  # suffixes of JSON Lines
 
 
 class Kind(NamedTuple):

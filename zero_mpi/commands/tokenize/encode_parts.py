@@ -28,8 +28,8 @@ from zero_mpi.commands.tokenize.work_folder import PartWriter
 from zero_mpi.config.settings import BYTE
 from zero_mpi.data.conversations.row_sources import open_table
 from zero_mpi.data.document_reader import Text, text_documents
-from zero_mpi.data.encoded_cache import Batches
-from zero_mpi.data.text_files import HEAD, TextFilter
+from zero_mpi.data.encoded_cache import Batches, Beat
+from zero_mpi.data.text_files import HEAD, LINES, TextFilter
 from zero_mpi.data.token_formats import MEGATRON_MOST, megatron_dtype
 from zero_mpi.data.tokenizers.byte import TextReader
 from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
@@ -83,10 +83,9 @@ class Reading:
     text_bytes  bytes of the texts that were encoded
     """
 
-    def __init__(self, field: str, skips: bool, text_filter: TextFilter) -> None:
-        self.field, self.skips, self.filter = field, skips, text_filter
+    def __init__(self, field: str, skips: bool, text_filter: TextFilter, beat: Beat = lambda: None) -> None:
+        self.field, self.skips, self.filter, self.beat = field, skips, text_filter, beat
         self.skipped = self.text_bytes = 0
-        self.beat: Callable[[], object] = lambda: None
         self._stream: text_streams.TextStream | None = None
 
     def stream(self, path: Path, first: int) -> text_streams.TextStream:
@@ -202,7 +201,7 @@ def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[
                 reading.bad(file.path, "row", partial(int, row), problem)
 
 
-JSON_LINES = TextFormat("JSON Lines", (".jsonl", ".ndjson"), _length, _lines, divisible=True)
+JSON_LINES = TextFormat("JSON Lines", LINES, _length, _lines, divisible=True)
 PARQUET = TextFormat("Parquet", (".parquet",), _group_weights, _rows)
 TEXT = TextFormat("text", ("",), _length, _whole)
 TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the first match is used
@@ -377,8 +376,8 @@ class Encoding:
     text: TextReader
     options: Namespace
 
-    def reading(self) -> Reading:
-        return Reading(self.options.field, self.options.skip_bad, self.text_filter())
+    def reading(self, beat: Beat = lambda: None) -> Reading:
+        return Reading(self.options.field, self.options.skip_bad, self.text_filter(), beat)
 
     def text_filter(self) -> TextFilter:
         return TextFilter(self.options.path, self.options.tokenizer == BYTE, FLAG)
@@ -389,8 +388,7 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], progress: Progre
 
     Raises UsageError for a text that cannot be read, JobError for a file that cannot be written.
     """
-    reading = encoding.reading()
-    reading.beat = progress.beat
+    reading = encoding.reading(progress.beat)
     text = TextReader(run_by(encoding.text.tokenizer, Batches(progress.beat)), encoding.text.setting)
     with closing(reading), writing():
         for part in parts:

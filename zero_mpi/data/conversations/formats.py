@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from zero_mpi.data.conversations import row_sources
 from zero_mpi.data.conversations.chat_template import Message
+from zero_mpi.data.text_files import LINES
 from zero_mpi.errors import FileError, UsageError, prefixed
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.parse import parse_json
@@ -135,7 +136,7 @@ def holds_conversations(
     first: pattern of keys that show this in a JSON file; forms: sets of columns that show it in a table
     """
     suffix = row_sources.suffix_of(path)
-    if suffix not in (*row_sources.LINES, row_sources.DOCUMENT, *row_sources.TABLES):
+    if suffix not in (*LINES, row_sources.DOCUMENT, *row_sources.TABLES):
         return False
     try:
         if suffix in row_sources.TABLES:
@@ -147,7 +148,7 @@ def holds_conversations(
         if suffix not in row_sources.TABLES and isinstance(error, FileError):
             raise
         return False
-    return first.search(head) is not None and (suffix in row_sources.LINES or ROWS.match(head) is not None)
+    return first.search(head) is not None and (suffix in LINES or ROWS.match(head) is not None)
 
 
 def read_conversations(
@@ -211,8 +212,8 @@ def one_pair(name: str, row: Any, labels: bool) -> Sides:
         return conversation
 
     if all(key in row for key in PAIR):
-        earlier, *answers = _prompt_and_answers(row)
-        return side(PAIR[0], earlier, answers[0]), side(PAIR[1], earlier, answers[1])
+        earlier, chosen, rejected = _prompt_and_answers(row)
+        return side("chosen", earlier, chosen), side("rejected", earlier, rejected)
     if not labels or not all(key in row for key in LABELLED):
         raise ValueError(f"{expected}, found {_keys_of(row)}")
     if not isinstance(label := row["label"], bool):
@@ -225,11 +226,11 @@ def _prompt_and_answers(row: Message) -> tuple[list[Message], list[Message], lis
     """Return the messages of the prompt, of the better answer and of the worse answer."""
     prompt, kinds = row.get("prompt"), {type(row[key]) for key in PAIR}
     if kinds == {list}:
-        answers = [_messages(key, row[key]) for key in PAIR]
+        better, worse = (_messages(key, row[key]) for key in PAIR)
         if isinstance(prompt, list):
-            return _messages("prompt", prompt), answers[0], answers[1]
-        at = _first_difference(*answers)  # the common beginning of the two answers is the prompt
-        return answers[0][:at], answers[0][at:], answers[1][at:]
+            return _messages("prompt", prompt), better, worse
+        at = _first_difference(better, worse)  # the common beginning of the two answers is the prompt
+        return better[:at], better[at:], worse[at:]
     if list in kinds:
         raise ValueError("chosen and rejected: expected texts or lists of messages, found one of each")
     texts = [_text_message(ASSISTANT, row, key)["content"] for key in PAIR]

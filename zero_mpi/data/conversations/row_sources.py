@@ -16,11 +16,10 @@ from zero_mpi.files.open import open_file, reason
 from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text_streams import BOM, MOST, TextStream, packing_of
 
-LINES, DOCUMENT, ARROW = (".jsonl", ".ndjson"), ".json", ".arrow"  # suffixes
+DOCUMENT, ARROW = ".json", ".arrow"  # suffixes
 TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
 COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
-COLUMNS |= {"chosen", "rejected", "label"}
-EXTRA_COLUMNS = frozenset(("system", "tools"))
+COLUMNS |= {"chosen", "rejected", "label", "system", "tools"}
 HEAD = 1 << 16  # the first row of a file must begin within these bytes, so that its form is recognized
 ROWS = 64  # rows of a table that are converted together
 COLUMN = "input_ids"  # column of token ids
@@ -79,7 +78,7 @@ def columns_of(path: Path) -> list[str]:
     with open_table(path, TABLES[suffix]) as table:
         names = table.schema_arrow.names
     holds_tokens = suffix == ARROW and COLUMN in names
-    return [] if holds_tokens else [name for name in names if name in COLUMNS | EXTRA_COLUMNS]
+    return [] if holds_tokens else [name for name in names if name in COLUMNS]
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
