@@ -304,12 +304,12 @@ class ProgressSum:
         self, world: World, watchdog: Watchdog, label: str, total: int,
         before: int = 0, stops: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        self._world, self._moved, self._stops = world, partial(watchdog.beat, label), stops
+        self._world, self._beat, self._stops = world, partial(watchdog.beat, label), stops
         self._label, self._earlier, self._total = label, before, max(total, 1)
         self._amounts, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
         self._handle: Handle | None = None
         self._problem: UsageError | JobError | None = None
-        self._finished = self._has_ended = self._is_done = False
+        self._is_finished = self._has_ended = self._is_done = False
         self._start = self._last_line = time.monotonic()
         self._due = 0.0
 
@@ -322,7 +322,7 @@ class ProgressSum:
             work(self)
         except (UsageError, JobError) as error:
             self._problem = error
-        self._finished = True
+        self._is_finished = True
         while self.beat():
             time.sleep(PAUSE)
 
@@ -337,10 +337,11 @@ class ProgressSum:
         """Add the work done since the last call. Return False as soon as all ranks must stop."""
         self._amounts += amount
         if any(amount):
-            self._moved()
-        if not self._has_ended and self._handle is None and (self._finished or time.monotonic() >= self._due):
+            self._beat()
+        is_due = self._is_finished or time.monotonic() >= self._due
+        if is_due and self._handle is None and not self._has_ended:
             stops = self._problem is not None or self._stops()
-            self._sum = np.array([*self._amounts, self._finished, stops], np.float64)
+            self._sum = np.array([*self._amounts, self._is_finished, stops], np.float64)
             self._handle = self._world.comm.allreduce(self._sum, "what was done")
             self._due = time.monotonic() + EVERY
         if self._handle is not None:
@@ -353,7 +354,7 @@ class ProgressSum:
 
     def _take(self, weight: float, text_bytes: float, *rest: float) -> None:
         documents, tokens, finished, stops = rest
-        self._moved()  # every rank contributed to the sum, so none is stuck
+        self._beat()  # every rank contributed to the sum, so none is stuck
         self._is_done = finished == self._world.size
         self._has_ended = self._is_done or stops > 0
         now = time.monotonic()

@@ -14,7 +14,7 @@ answer. A template whose loop hides the positions is rendered for each turn, for
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import count
+from itertools import count, pairwise
 
 from zero_mpi.data.conversations.chat_template import ChatTemplate, Message, RenderedText, Tools
 from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation, common
@@ -182,4 +182,4 @@ def segments(rendered: RenderedText) -> dict[int, Span]:
     starts = list(begins.values())
     if starts != sorted(starts) or 1 == len(set(starts)) < len(starts):
         return {}
-    return dict(zip(begins, zip(starts, [*starts[1:], len(rendered.text)], strict=False), strict=True))
+    return dict(zip(begins, pairwise([*starts, len(rendered.text)]), strict=True))

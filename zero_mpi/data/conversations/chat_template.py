@@ -132,7 +132,7 @@ class ChatTemplate:
         """
         with self.sharing_time():
             fitted = [self._adapt(message) for message in messages]
-            return self._rendered(fitted, generation_prompt, tools, prompts)
+            return self._render(fitted, generation_prompt, tools, prompts)
 
     @contextmanager
     def sharing_time(self) -> Iterator[None]:
@@ -194,11 +194,11 @@ class ChatTemplate:
     def _trial(self, messages: list[Message], tools: Tools) -> str:
         """Return the text of messages; empty if the template rejects them."""
         try:
-            return self._rendered(messages, False, tools).text
+            return self._render(messages, False, tools).text
         except ValueError:
             return ""
 
-    def _rendered(
+    def _render(
         self, messages: list[Message], generation_prompt: bool, tools: Tools, prompts: Sequence[int] = ()
     ) -> RenderedText:
         variables: dict[str, Any] = {"tools": tools, "documents": None, **self._variables}

@@ -134,7 +134,7 @@ class ConversationReader:
         Invalid rows are added to `bad`, if it is given.
         """
         rows = (read_conversations(name, path, self.render, bad) for name, path in files)
-        yield from self._encoded(chain.from_iterable(rows))
+        yield from self._encode(chain.from_iterable(rows))
 
     def read_pairs(
         self, files: Files, bad: BadRows | None = None, labels: bool = False
@@ -147,17 +147,17 @@ class ConversationReader:
         parse = partial(one_pair, labels=labels)
         rows = (read_conversations(name, path, make, bad, parse) for name, path in files)
         pairs, rendered = tee(chain.from_iterable(rows))
-        encoded = self._encoded(side for pair in rendered for side in pair if side is not None)
+        encoded = self._encode(side for pair in rendered for side in pair if side is not None)
         for pair in pairs:
             yield [None if side is None else next(encoded) for side in pair]
 
-    def _encoded(self, rendered: Iterable[RenderedConversation]) -> Iterator[TokenizedConversation]:
+    def _encode(self, rendered: Iterable[RenderedConversation]) -> Iterator[TokenizedConversation]:
         for group in in_groups(rendered, lambda row: len(row.text), GROUP):
             encoded = self._tokenizer.encode_with_lengths([row.text for row in group])
             for row, (ids, lengths) in zip(group, encoded, strict=True):
-                yield self._marked(row, ids, lengths)
+                yield self._mark(row, ids, lengths)
 
-    def _marked(
+    def _mark(
         self, row: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
     ) -> TokenizedConversation:
         """Return a conversation whose answer tokens are marked. `lengths` (n,): bytes of each token.

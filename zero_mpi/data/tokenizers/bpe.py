@@ -48,7 +48,7 @@ class BPETokenizer(gguf.GGUFTokenizer):
         super().__init__(metadata, place)
         self.merges = _merges(self._keys, self.ids)
         groups = self.ids_in_text().items() if self.rules.changes_cuts else ()
-        self._normalized = {special: self.rules.spellings(ids, normalized=True) for special, ids in groups}
+        self._finders = {special: self.rules.spellings(ids, normalized=True) for special, ids in groups}
         tokenizers()  # raises an error on all ranks now, instead of on rank 0 later
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
@@ -60,9 +60,9 @@ class BPETokenizer(gguf.GGUFTokenizer):
         parts = super().cut(text, special, sizes)
         if not self.rules.changes_cuts:
             return parts
-        finder, spelt = self._normalized[special], list[int | str]()
+        finder, spelt = self._finders[special], list[int | str]()
         for part in parts:
-            spelt += [part] if isinstance(part, int) else finder.cut(self.rules.normalized(part))
+            spelt += [part] if isinstance(part, int) else finder.cut(self.rules.normalize(part))
         return [part for part in spelt if part != ""]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
@@ -70,9 +70,9 @@ class BPETokenizer(gguf.GGUFTokenizer):
             return super().encode_with_lengths(documents)
         texts = [gguf.as_text(data) for data in documents]  # the library finds the bytes of each id
         encodings = self.library.encode_batch(texts, add_special_tokens=False)
-        return [self._aligned(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
+        return [self._align(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
-    def _aligned(self, text: str, encoding: Any) -> tuple[Ids, Lengths]:
+    def _align(self, text: str, encoding: Any) -> tuple[Ids, Lengths]:
         """Return the library's ids of a text, and how many of the text's bytes each id covers."""
         ids = np.array(encoding.ids, np.uint32)
         bytes_at = np.cumsum([0, *(len(letter.encode()) for letter in text)])
@@ -113,9 +113,9 @@ class BPETokenizer(gguf.GGUFTokenizer):
                 yield from (np.concatenate(list(self._by_windows(text))) for text in group)
             else:
                 for batch in in_groups(group, len, _BATCH):
-                    yield from self.run_batch(batch, self._encoded)
+                    yield from self.run_batch(batch, self._encode_words)
 
-    def _encoded(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+    def _encode_words(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
         encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 

@@ -57,7 +57,7 @@ class Rules:
         merges = pre.ignore_merges if self._ignore_merges is None else bool(self._ignore_merges)
         return pre._replace(regexes=regexes, ignore_merges=merges)
 
-    def normalized(self, text: str) -> str:
+    def normalize(self, text: str) -> str:
         """Return a text, normalized as the rules say."""
         kind = None if self.normalizer is None else self.normalizer["type"]
         if kind is None or (kind in _FORMS and unicodedata.is_normalized(kind, text)):
@@ -74,7 +74,7 @@ class Rules:
         """Return a finder of the added tokens with this value of the flag `normalized`."""
         tokens = dict[str, str]()
         for token in (t for t in ids if ("normalized" in self.flags.get(t, ())) == normalized):
-            spelling = self.normalized(token) if normalized else token
+            spelling = self.normalize(token) if normalized else token
             is_lost = "lstrip" in self.flags.get(token, ()) and not spelling.strip(_WHITE)
             if not spelling or spelling in tokens or is_lost:
                 raise UsageError(

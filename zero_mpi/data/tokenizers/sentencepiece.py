@@ -49,7 +49,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         self.unknown = self.special_id("unknown")
 
     @abstractmethod
-    def prepared(self, text: str) -> str:
+    def prepare(self, text: str) -> str:
         """Return a text between special tokens with the spelling and the spaces that the class requires."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         """Return the ids of each document. The documents form one text, and threads encode pieces of it."""
         end = self.vocab_size  # marks the end of each document
         parts = [part for document in documents for part in (*document, end)]
-        texts = ["\0" if isinstance(part, int) else self.prepared(part) for part in parts]
+        texts = ["\0" if isinstance(part, int) else self.prepare(part) for part in parts]
         letters = np.frombuffer("".join(texts).encode("utf-32-le"), np.int32).copy()
         tokens = np.array([part if isinstance(part, int) else FREE for part in parts], np.int32)
         places = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))[tokens != FREE] - 1
@@ -138,7 +138,7 @@ class MergeTokenizer(SentencePieceTokenizer):
         standing = {t for t, kind in zip(self.tokens, self.types, strict=True) if kind in gguf.STANDING}
         return frozenset(standing - {"<unk>", "<s>", "<|endoftext|>"})
 
-    def prepared(self, text: str) -> str:
+    def prepare(self, text: str) -> str:
         return (" " + text if self.adds_space else text).replace(" ", SPACE)
 
     def segment(self, letters: Letters) -> NDArray[np.int32]:
@@ -217,7 +217,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
             if longest > MOST_SPELT:
                 raise self._keys.fault(CHARSMAP, f"spellings of at most {MOST_SPELT} bytes, not {longest:,}")
 
-    def prepared(self, text: str) -> str:
+    def prepare(self, text: str) -> str:
         """Return a text normalized by the charsmap, with spaces added or removed as the file says."""
         text = self._respell(text)
         if self.removes_spaces:
