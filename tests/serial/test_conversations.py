@@ -118,7 +118,7 @@ def test_ids_are_those_of_the_whole_text(contents):
     for name in ("chatml", "plain", "llama 2"):
         each = reader(name).render(Conversation("x:1", tuple(said(*contents))))
         tokenizer = chat_tokenizer()
-        found = reader(name)._marked(each, *tokenizer.encode_with_lengths([each.text])[0])
+        found = reader(name)._mark(each, *tokenizer.encode_with_lengths([each.text])[0])
         assert found.ids.tolist() == tokenizer.encode(each.text, special=True).tolist()
         covered = np.repeat(found.counted, found.lengths)
         assert len(covered) == len(each.text.encode())

@@ -123,10 +123,7 @@ class ByteTokenizer(Tokenizer):
         return self.encode(text, special=True) if text else np.array([self.eos], np.uint16)
 
     def decode(self, ids: ArrayLike) -> bytes:
-        flat = np.asarray(ids).ravel()
-        invalid = flat[(flat < 0) | (flat >= self.vocab_size)]
-        if invalid.size:
-            raise ValueError(f"id {invalid[0]} is outside the byte vocabulary of {self.vocab_size}")
+        flat = flat_ids(ids, self.vocab_size, "byte vocabulary")
         return flat[flat < _BYTES].astype(np.uint8).tobytes()
 
     def metadata(self) -> dict[str, object]:
@@ -152,6 +149,15 @@ class ByteTokenizer(Tokenizer):
         """Return whether a GGUF's keys, by their model and tokens, describe the byte tokenizer."""
         keys = GGUFKeys(metadata, place)
         return keys.text(TOKENIZER) == _MODEL and keys.texts(TOKENS) == cls().metadata()[TOKENS]
+
+
+def flat_ids(ids: ArrayLike, vocab: int, label: str = "vocabulary") -> NDArray[Any]:
+    """Return ids (n,) in C order. Raise ValueError for an id outside the vocabulary."""
+    flat = np.asarray(ids).ravel()
+    invalid = flat[(flat < 0) | (flat >= vocab)]
+    if invalid.size:
+        raise ValueError(f"id {invalid[0]} is outside the {label} of {vocab}")
+    return flat
 
 
 def raw_bytes(data: bytes | str) -> bytes:

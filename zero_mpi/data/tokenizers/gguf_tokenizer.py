@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.data.encoded_cache import Batches
-from zero_mpi.data.tokenizers.byte import Ids, Lengths, Tokenizer, raw_bytes
+from zero_mpi.data.tokenizers.byte import Ids, Lengths, Tokenizer, flat_ids, raw_bytes
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
@@ -108,11 +108,7 @@ class GGUFTokenizer(Tokenizer):
         return self._array(np.array(first + ids or fallback, np.int64))
 
     def decode(self, ids: ArrayLike) -> bytes:
-        flat = np.asarray(ids).ravel()
-        invalid = flat[(flat < 0) | (flat >= self.vocab_size)]
-        if invalid.size:
-            raise ValueError(f"id {invalid[0]} is outside the vocabulary of {self.vocab_size}")
-        numbers = flat.tolist()
+        numbers = flat_ids(ids, self.vocab_size).tolist()
         spellings = {i: self.spelling(self.tokens[i], self.types[i]) for i in set(numbers)}
         return b"".join([spellings[i] for i in numbers])
 
