@@ -28,7 +28,7 @@ def shared(mpi, path):
 
 
 def values(ids):
-    return (ids.held() if isinstance(ids, TokenSpans) else ids).tolist()
+    return (ids.read_all() if isinstance(ids, TokenSpans) else ids).tolist()
 
 
 @pytest.mark.parametrize(("least", "kind"), [(1 << 24, np.ndarray), (0, TokenSpans)])

@@ -43,7 +43,7 @@ def encoded(monkeypatch):
 
 
 def ids(stream):
-    return (stream.ids.held() if isinstance(stream.ids, TokenSpans) else stream.ids).tolist()
+    return (stream.ids.read_all() if isinstance(stream.ids, TokenSpans) else stream.ids).tolist()
 
 
 def texts(folder):
@@ -223,7 +223,7 @@ def test_a_cached_start_says_the_same_of_conversations(cache, tmp_path):
 def test_encoding_goes_on_where_it_was_ended(kind, form, cache, batches, tmp_path):
     seen, ends_at = batches
     path = data(tmp_path / "data", form)
-    expected = ids(corpus(path, kind, batches=Batches(cached=False)).train)
+    expected = ids(corpus(path, kind, batches=Batches(uses_cache=False)).train)
     number = len(seen)
     assert number > 8
     seen.clear()

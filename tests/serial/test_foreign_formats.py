@@ -136,4 +136,4 @@ TURNED = fuzz_tokens.usual(order=True)  # a 1-D array is equal in both orders
 def test_other_writers_spell_a_header_otherwise(tmp_path, text, version):
     path = tmp_path / "ids.npy"
     path.write_bytes(fuzz_tokens.header(text, version) + fuzz_tokens.IDS)
-    assert load(path).train.ids.held().tolist() == np.frombuffer(fuzz_tokens.IDS, "<u2").tolist()
+    assert load(path).train.ids.read_all().tolist() == np.frombuffer(fuzz_tokens.IDS, "<u2").tolist()

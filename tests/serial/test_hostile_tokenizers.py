@@ -79,5 +79,5 @@ def test_a_charsmap_in_a_circle_is_left_after_a_while():
     nodes, text = np.zeros(256, "<u4"), "a" * 1_000_000
     nodes[97] = 97 << 10 | 97
     circle = np.frombuffer((4 * len(nodes)).to_bytes(4, "little") + nodes.tobytes() + b"x\0", np.uint8)
-    result = tokenizer_from_metadata(files.likely(precompiled_charsmap=circle)).prepared(text)
+    result = tokenizer_from_metadata(files.likely(precompiled_charsmap=circle)).prepare(text)
     assert result[-9:] == text[-9:]

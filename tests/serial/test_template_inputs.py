@@ -88,11 +88,11 @@ def test_variables_are_of_the_digest_of_data_and_of_the_entry_of_encoded_text(tm
     keys = list[dict[str, object]]()
     from zero_mpi.data import document_reader
 
-    real = document_reader.through
+    read_documents = document_reader.read_documents
     monkeypatch.setattr(
         document_reader,
-        "through",
-        lambda files, settings, *rest: keys.append(settings) or real(files, settings, *rest),
+        "read_documents",
+        lambda files, settings, *rest: keys.append(settings) or read_documents(files, settings, *rest),
     )
     cases = [{}, {"variables": {"v": 1}}, {"system": "s"}, {"day": "2025-01-01"}]
     digests = [corpus(path, SHOWING, inputs=TemplateInputs(**each)).sha256 for each in cases]

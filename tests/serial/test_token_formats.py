@@ -8,7 +8,7 @@ from corpora import load_corpus
 
 from zero_mpi.data.documents import TokenSpans
 from zero_mpi.data.text_files import collect_files
-from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files
+from zero_mpi.data.token_formats import read_tokens, token_files
 from zero_mpi.errors import UsageError
 
 VOCABULARY = 60_000
@@ -73,7 +73,7 @@ def read(path, name="", vocab=VOCABULARY):
 
 def ids_of(document):
     assert isinstance(document.tokens, TokenSpans)
-    return document.tokens.held().tolist()
+    return document.tokens.read_all().tolist()
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def test_each_format_gives_what_was_written(write, options, ends, tmp_path):
 
 def test_ids_without_a_header_are_said_to_be_some(tmp_path):
     path = write_nanogpt(tmp_path)
-    assert not are_tokens(collect_files([str(path)]))
+    assert not token_files(collect_files([str(path)]))
     ((name, place),) = collect_files([f"nanogpt:{path}"])
     assert (name, place) == ("nanogpt:tokens.bin", path)
     assert ids_of(read(place, name)) == IDS
     options = {"val_fraction": 0.0, "context": 4, "seed": 0, "tokenizer": None, "vocab_size": VOCABULARY}
-    assert load_corpus([f"nanogpt:{path}"], **options).train.ids.held().tolist() == IDS
+    assert load_corpus([f"nanogpt:{path}"], **options).train.ids.read_all().tolist() == IDS
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(UsageError, match=r"cannot read .*odd.bin as a token file: expected ids of two bytes"):
         read(tmp_path / "odd.bin", "nanogpt:odd.bin")
@@ -166,12 +166,12 @@ def test_documents_of_token_files_are_held_out_whole(tmp_path):
     assert (corpus.documents, corpus.val_documents) == (4, 1)
     assert (corpus.train.size, corpus.val.size) == (8, 2)
     assert (corpus.train.ends.tolist(), corpus.val.ends.tolist()) == ([3, 4, 8], [2])
-    assert corpus.val.ids.held().tolist() == DOCUMENTS[-1]
+    assert corpus.val.ids.read_all().tolist() == DOCUMENTS[-1]
     (tmp_path / "more").mkdir()
     corpus = load_corpus([*paths, str(write_megatron(tmp_path / "more", borders=[0, 1, 5]))], **options)
     assert (corpus.documents, corpus.val_documents) == (6, 2)
     assert corpus.val.ends.tolist() == [2, 9]
-    assert corpus.val.ids.held().tolist() == [*DOCUMENTS[-1], *IDS[3:]]
+    assert corpus.val.ids.read_all().tolist() == [*DOCUMENTS[-1], *IDS[3:]]
 
 
 def test_documents_of_token_files_are_packed(tmp_path):

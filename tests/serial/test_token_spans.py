@@ -34,7 +34,7 @@ def in_files(folder, *parts):
 
 
 def all_of(spans):
-    return spans.held().tolist()
+    return spans.read_all().tolist()
 
 
 @given(st.data())

@@ -15,8 +15,8 @@ from corpora import load_corpus
 
 from zero_mpi import __version__
 from zero_mpi.commands.tokenize import encode_parts
-from zero_mpi.commands.tokenize.command import command, found_files
-from zero_mpi.commands.tokenize.encode_parts import JSON_LINES, InputFile, Reading, cut_parts, dealt
+from zero_mpi.commands.tokenize.command import command, input_files
+from zero_mpi.commands.tokenize.encode_parts import JSON_LINES, InputFile, Reading, cut_parts, deal
 from zero_mpi.config.inputs import choose_tokenizer
 from zero_mpi.config.settings import Config
 from zero_mpi.data import ByteTokenizer
@@ -162,7 +162,7 @@ def test_lines_are_read_once_wherever_a_file_is_cut(packed, tmp_path, quick):
     for size in range(1, len(raw) + 2, 7 if quick else 1):
         parts = cut_parts([file], [[len(raw)]], size)
         rows = {}
-        for share in dealt([part.weight for part in parts], 3):
+        for share in deal([part.weight for part in parts], 3):
             reading = Reading("text", False, None)
             for number in share:
                 (piece,) = parts[number].pieces
@@ -198,7 +198,7 @@ def test_ids_and_documents_are_those_of_a_run_on_the_text(kind, asked, tmp_path)
     assert tokenizer.vocab_size == choose_tokenizer(by_flag, None, None).vocab_size
     of_text = corpus("in", choose_tokenizer(by_flag, None, None), tokenizer.vocab_size, asked)
     of_tokens = corpus("out", tokenizer, tokenizer.vocab_size)
-    assert of_tokens.ids.held().tolist() == of_text.ids.tolist()
+    assert of_tokens.ids.read_all().tolist() == of_text.ids.tolist()
     assert of_tokens.ids.dtype == of_text.ids.dtype
     assert of_tokens.ends.tolist() == of_text.ends.tolist()
 
@@ -311,7 +311,7 @@ def test_paths_that_cannot_be_meant(tmp_path):
     for out in ("out", "locked"):
         (tmp_path / out).mkdir()
     (tmp_path / "out" / "mine").write_text("")
-    assert len(found_files([], "out")) == len(library_files())
+    assert len(input_files([], "out")) == len(library_files())
     lock = RunLock.take(tmp_path / "locked")
     for flags, out, named in (
         (["none.txt"], "out", "TEXT none.txt"), (["in"], "in/out", "--out in/out"), (["in"], "out", "'mine'"),

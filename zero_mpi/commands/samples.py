@@ -103,7 +103,7 @@ def parts_of(conversation: tokenized.TokenizedConversation) -> Iterator[tuple[st
 def lines(samples: list[dict[str, Any]], totals: tokenized.Totals, notes: list[str]) -> Iterator[str]:
     """Yield the lines of samples, totals and notes; counted text is in « »."""
     for sample in samples:
-        yield f"{shown(sample['name'])}: {tokenized.described(tokenized.Facts(sample))}"
+        yield f"{shown(sample['name'])}: {tokenized.description(tokenized.Facts(sample))}"
         text = ""
         for part in sample["parts"]:
             inner = readable(part["text"])

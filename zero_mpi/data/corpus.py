@@ -24,7 +24,7 @@ from zero_mpi.data.document_reader import DocumentReader
 from zero_mpi.data.documents import Document, Stream, stream_of
 from zero_mpi.data.loader import permutation
 from zero_mpi.data.text_files import MANIFEST, TOKENIZER, collect_files
-from zero_mpi.data.token_formats import are_tokens
+from zero_mpi.data.token_formats import token_files
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import is_file, is_folder
@@ -78,8 +78,8 @@ def files_of(data: Sequence[str]) -> list[tuple[str, Path]]:
 
 def holds_token_files(data: Sequence[str]) -> bool:
     """Return whether all sources are token files. Raise UsageError if only some of them are."""
-    kinds = [are_tokens(collect_files(source.paths)) for source in sources_of(data)]  # checks all sources
-    return all(kinds)
+    files = [token_files(collect_files(source.paths)) for source in sources_of(data)]  # checks all sources
+    return all(files)
 
 
 UNFINISHED = ".tokenize"  # folder of a tokenize job's files until all parts are complete
@@ -149,7 +149,8 @@ class _Split(NamedTuple):
     val: list[Part]
     notes: list[str]
     digest: str
-    counts: tuple[int, int]  # number of all documents, and number of documents held out in full
+    documents: int
+    val_documents: int  # documents held out in full
 
 
 def load_corpus(
@@ -169,18 +170,15 @@ def load_corpus(
     splits = [_split(reader, source, context, fraction, seed) for source in sources_of(paths)]
     if val_paths:
         splits.append(_split(reader, DataSource("", list(val_paths)), context, 0.0, seed, "--val-data"))
-    return _joined(splits)
-
-
-def _joined(splits: Sequence[_Split]) -> Corpus:
-    digests = [split.digest for split in splits]
-    digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    digest, *others = (split.digest for split in splits)
+    if others:
+        digest = hashlib.sha256(" ".join([digest, *others]).encode()).hexdigest()
     return Corpus(
         parts=tuple(part for split in splits for part in split.train),
         held_out=tuple(part for split in splits for part in split.val),
-        sha256=digests[0] if len(digests) == 1 else digest,
-        documents=sum(split.counts[0] for split in splits),
-        val_documents=sum(split.counts[1] for split in splits),
+        sha256=digest,
+        documents=sum(split.documents for split in splits),
+        val_documents=sum(split.val_documents for split in splits),
         notes=tuple(note for split in splits for note in split.notes),
     )
 
@@ -212,10 +210,9 @@ def _split(
         for side in (train, val)
     )
     is_cut = len(documents) == 1 and len(train) == len(val) == 1 and not documents[0].is_divisible
-    counts = in_train + in_val - is_cut, in_val - is_cut
     share, bos = source.share, reader.bos_of(source.paths)
     parts, held = ([Part(source.name, stream_of(side), share, bos)] if side else [] for side in (train, val))
-    return _Split(parts, held, labelled, digest, counts)
+    return _Split(parts, held, labelled, digest, in_train + in_val - is_cut, in_val - is_cut)
 
 
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:

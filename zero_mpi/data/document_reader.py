@@ -17,9 +17,9 @@ from zero_mpi.data.conversations.chat_template import NO_INPUTS, TemplateInputs
 from zero_mpi.data.conversations.formats import BadRows, are_conversations, holds_conversations, holds_pairs
 from zero_mpi.data.conversations.tokenized import ANSWERS, ConversationReader, Totals
 from zero_mpi.data.documents import Document, Remark, in_groups
-from zero_mpi.data.encoded_cache import Batches, Encode, Files, Reading, through
+from zero_mpi.data.encoded_cache import Batches, Encode, Files, Reading, read_documents
 from zero_mpi.data.text_files import HEAD, TextFilter, collect_files, library_files, named
-from zero_mpi.data.token_formats import are_tokens, read_tokens, token_files
+from zero_mpi.data.token_formats import read_tokens, token_files
 from zero_mpi.data.tokenizers.byte import PARSE, TextReader, Tokenizer
 from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
 from zero_mpi.errors import UsageError
@@ -90,7 +90,7 @@ class DocumentReader:
 
     def bos_of(self, paths: Sequence[str]) -> int | None:
         """Return the bos id of windows; None for token files, whose ids are taken unchanged."""
-        return None if are_tokens(collect_files(paths)) else self.bos
+        return None if token_files(collect_files(paths)) else self.bos
 
     def _read(self, paths: Sequence[str]) -> Reading:
         files = collect_files(paths) if paths else library_files()
@@ -99,7 +99,7 @@ class DocumentReader:
         if tokens:
             return self._tokens(tokens), []
         encode = self._encode(files, paths)
-        return through(files, self._settings(paths), self.vocab_size, encode, self.batches)
+        return read_documents(files, self._settings(paths), self.vocab_size, encode, self.batches)
 
     def _check_pairs(self, files: Files) -> None:
         """Raise UsageError for pairs without a preference loss, or for other data with such a loss."""
@@ -172,7 +172,8 @@ def _conversations(
         if not flags.preferences:
             yield Document(sides[0].name, sides[0].ids, sides[0].digest, sides[0].counted)
             continue
-        ids, counted = (np.concatenate([side[place] for side in sides]) for place in (2, 3))
+        ids = np.concatenate([side.ids for side in sides])
+        counted = np.concatenate([side.counted for side in sides])
         ends = np.cumsum([0 if side is None else len(side.ids) for side in row], dtype=np.int64)
         digest = hashlib.sha256(b"".join(side.digest for side in sides) + ends.tobytes()).digest()
         yield Document(sides[0].name, ids, digest, counted, ends)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from zero_mpi.errors import FileError, JobError
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import fill, open_file
+from zero_mpi.files.open import fill, open_file, reason
 
 Ids = NDArray[np.unsignedinteger[Any]]
 Places = NDArray[np.int64]
@@ -51,14 +51,12 @@ class FileSpan:
         """Fill `buffer` with the ids from index `first` on; raise JobError if the file has changed."""
         view, at = buffer.view(np.uint8).data, self.start + first * self.dtype.itemsize
         try:
-            file = opened(self.path, self.length).file
+            file = cached_file(self.path, self.length).file
             if fill(file.fileno(), view, at) < len(view):
                 raise EOFError(f"it ends at byte {os.fstat(file.fileno()).st_size:,}")
         except (OSError, EOFError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise JobError(
-                f"cannot read {len(view):,} bytes at byte {at:,} of {shown(self.path)}: {reason}; {CHANGED}"
-            ) from error
+            place = f"{len(view):,} bytes at byte {at:,} of {shown(self.path)}"
+            raise JobError(f"cannot read {place}: {reason(error)}; {CHANGED}") from error
 
 
 class OpenFile:
@@ -72,7 +70,7 @@ class OpenFile:
 
 
 @lru_cache(maxsize=OPEN_FILES)
-def opened(path: str, length: int) -> OpenFile:
+def cached_file(path: str, length: int) -> OpenFile:
     """Return an open file from the cache. Raise JobError if it does not have `length` bytes."""
     try:
         file = open_file(path, "a token file")
@@ -96,7 +94,7 @@ class TokenSpans:
     ndim = 1
 
     def __init__(self, spans: Sequence[FileSpan], vocab: int) -> None:
-        self.spans, self.vocab = _joined(spans), vocab
+        self.spans, self.vocab = _merge_adjacent(spans), vocab
         widest = max((span.dtype.itemsize for span in self.spans), default=2)
         self.dtype = np.dtype(np.uint16 if widest == 2 else np.uint32)
         self._ends: Places = np.cumsum([span.size for span in self.spans], dtype=np.int64)
@@ -105,10 +103,10 @@ class TokenSpans:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that a rank needs during a run to hold the ids."""
-        return self.size * self.dtype.itemsize * (not self.stays)
+        return self.size * self.dtype.itemsize * (not self.stays_in_files)
 
     @property
-    def stays(self) -> bool:
+    def stays_in_files(self) -> bool:
         """True if the ids stay in the files during a run because they have more than `MOST_HELD` bytes."""
         return self.size * self.dtype.itemsize > MOST_HELD
 
@@ -138,7 +136,7 @@ class TokenSpans:
                     part[...] = ids
         return buffer
 
-    def held(self) -> Ids:
+    def read_all(self) -> Ids:
         """Return all ids, read into memory."""
         return self.read(np.array([0]), np.array([self.size]))
 
@@ -178,7 +176,7 @@ class TokenSpans:
         return total.digest()
 
 
-def _joined(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
+def _merge_adjacent(spans: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
     """Return the spans that are not empty; spans of one file that follow each other are merged."""
     merged = list[FileSpan]()
     for span in filter(lambda each: each.size, spans):

@@ -51,13 +51,13 @@ Encode = Callable[[list[str]], Iterator[Document]]
 class Batches:
     """Runner of encode functions on batches of texts. The results are arrays of integers below 2**32.
 
-    beat     function that is called before each batch
-    cached   whether ids from an earlier encoding may be used
-    folder   where results are kept for the next job, if this one is interrupted; None: they are not kept
+    beat         function that is called before each batch
+    uses_cache   whether ids from an earlier encoding may be used
+    folder       where results are kept for the next job, if this one is interrupted; None: they are not kept
     """
 
-    def __init__(self, beat: Beat = lambda: None, cached: bool = True) -> None:
-        self.beat, self.cached = beat, cached
+    def __init__(self, beat: Beat = lambda: None, uses_cache: bool = True) -> None:
+        self.beat, self.uses_cache = beat, uses_cache
         self.folder: Path | None = None
 
     def __call__(self, pieces: Pieces, encode: Callable[[Pieces], Rows]) -> Rows:
@@ -82,7 +82,7 @@ class Batches:
         return np.split(integers[1 + integers[0] :], np.cumsum(integers[1 : integers[0]]))
 
 
-def through(
+def read_documents(
     files: Files, settings: Mapping[str, object], vocab: int, encode: Encode, batches: Batches
 ) -> Reading:
     """Return the documents of files, and notes. Cached ids are used; ids of a large corpus are cached.
@@ -97,7 +97,7 @@ def through(
         is_large = sum(path.stat().st_size for _, path in files) >= LEAST
     except OSError as error:
         unreadable(error)
-    if base is not None and batches.cached and is_large:
+    if base is not None and batches.uses_cache and is_large:
         entry = base / name_of(files, settings, batches.beat)
         reading = load_entry(entry, vocab, batches.beat)
         if reading is None:

@@ -54,11 +54,11 @@ def shuffled(places: Places, count: int, *key: int) -> Places:
     partners, bits = draws(2 * ROUNDS, *key).reshape(2, ROUNDS)
     for partner, bit in zip(partners % total, bits, strict=True):
         mirror = (partner + total - numbers) % total
-        numbers = np.where(_mixed(np.maximum(numbers, mirror) ^ bit) >> np.uint64(63), mirror, numbers)
+        numbers = np.where(_mix(np.maximum(numbers, mirror) ^ bit) >> np.uint64(63), mirror, numbers)
     return numbers.astype(np.int64)
 
 
-def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Mix numbers: every result bit depends on all bits of the input (Steele et al., SplitMix, 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
@@ -103,7 +103,7 @@ class SampleOrder:
 
     def __init__(self, counts: Sequence[int], shares: Sequence[float], seed: int) -> None:
         self._counts, self._seed = tuple(counts), seed
-        self._bounds = np.append(0.0, np.cumsum(shares)[:-1] / sum(shares))
+        self._bounds = 0.0, *(np.cumsum(shares)[:-1] / sum(shares)).tolist()
         self._first = np.append(0, np.cumsum(counts)[:-1])
 
     @property
@@ -131,7 +131,7 @@ class SampleOrder:
         blocks, offsets = np.divmod(samples, DEALT)
         for block in sorted(set(blocks.tolist())):
             mask = blocks == block
-            dealt = _dealt(block, tuple(self._bounds.tolist()), self._seed)
+            dealt = _assignment(block, self._bounds, self._seed)
             sources[mask], numbers[mask] = dealt[0][offsets[mask]], dealt[1][offsets[mask]]
         return sources, numbers
 
@@ -139,21 +139,21 @@ class SampleOrder:
         """Return, for each source, how many of its epochs the first `samples` samples contain."""
         blocks = samples // DEALT
         rest = self.places(np.arange(blocks * DEALT, samples))[0]
-        begun = _begun(blocks, self._bounds) + np.bincount(rest, minlength=len(self._counts))
+        begun = _samples_before(blocks, self._bounds) + np.bincount(rest, minlength=len(self._counts))
         return [int(number) / count for number, count in zip(begun, self._counts, strict=True)]
 
 
-def _begun(block: int, bounds: Places) -> Places:
+def _samples_before(block: int, bounds: tuple[float, ...]) -> Places:
     """Return how many samples before `block` each source has, by rounding the cumulative shares."""
     total = block * DEALT
-    return np.diff(np.append(np.floor(bounds * total + 0.5), total)).astype(np.int64)
+    return np.diff(np.append(np.floor(np.array(bounds) * total + 0.5), total)).astype(np.int64)
 
 
 @lru_cache(maxsize=4)
-def _dealt(block: int, bounds: tuple[float, ...], seed: int) -> tuple[Places, Places]:
+def _assignment(block: int, bounds: tuple[float, ...], seed: int) -> tuple[Places, Places]:
     """Return the source of each sample in a block, and its number among the samples of that source."""
-    begun = _begun(block, np.array(bounds))
-    quotas = _begun(block + 1, np.array(bounds)) - begun
+    begun = _samples_before(block, bounds)
+    quotas = _samples_before(block + 1, bounds) - begun
     sources, numbers = np.empty(DEALT, np.int64), np.empty(DEALT, np.int64)
     sources[permutation(DEALT, seed, _SOURCE_STREAM, 0, block)] = np.repeat(np.arange(len(quotas)), quotas)
     for source, (first, count) in enumerate(zip(begun.tolist(), quotas.tolist(), strict=True)):
@@ -222,7 +222,7 @@ class Windows(WindowSource):
         self._bos = [] if bos is None else [bos]
         self._tokens = tokens
 
-    def known(self, index: int) -> int:
+    def overlap(self, index: int) -> int:
         """Return how many targets of a window are also targets of earlier windows."""
         return self.context - self.stride if index else 0
 
@@ -346,17 +346,17 @@ class EvalLoader:
     def __init__(self, windows: WindowSource, micro_batch: int, limit: int | None = None) -> None:
         self.micro_batch, total = micro_batch, len(windows)
         count = total if limit is None else min(limit, total)
-        self.chosen = np.arange(count) * total // max(count, 1)  # numbers of the selected windows
+        self.indices = np.arange(count) * total // max(count, 1)  # numbers of the selected windows
         self.windows = windows
         self.micro_batches = -(-count // micro_batch)
-        self.counted = windows.counted(self.chosen)  # number of targets that count; divides the summed loss
+        self.counted = windows.counted(self.indices)  # number of targets that count; divides the summed loss
 
     def micro(self, i: int) -> Batch:
         assert 0 <= i < self.micro_batches, f"micro-batch {i} of {self.micro_batches}"
-        return self.windows.batch(self.chosen[i * self.micro_batch : (i + 1) * self.micro_batch])
+        return self.windows.batch(self.indices[i * self.micro_batch : (i + 1) * self.micro_batch])
 
     def batches(self) -> list[Places]:
-        return np.split(self.chosen, np.arange(self.micro_batch, self.chosen.size, self.micro_batch))
+        return np.split(self.indices, np.arange(self.micro_batch, self.indices.size, self.micro_batch))
 
 
 @dataclass(frozen=True)

@@ -115,13 +115,13 @@ class PackedWindows(WindowSource):
         """Put piece p into window `window[p]`; return the order in which the windows hold the pieces."""
         order = np.argsort(window, kind="stable")
         self._starts, self._sizes = self.pieces.starts[order], self.pieces.sizes[order]
-        self._held = np.bincount(window)
-        self._ends = np.cumsum(self._held)
+        self._piece_counts = np.bincount(window)
+        self._ends = np.cumsum(self._piece_counts)
         self._targets = np.bincount(window, self.pieces.targets).astype(np.int64)
         return order
 
     def __len__(self) -> int:
-        return self._held.size
+        return self._piece_counts.size
 
     @property
     def filled(self) -> float:
@@ -134,7 +134,7 @@ class PackedWindows(WindowSource):
             kind = f"{self.unit} ({self.pieces.cut:,} cut)"
         return f"{self._sizes.size:,} {kind} in {len(self):,} windows, {int(100 * self.filled)} % full"
 
-    def known(self, index: int) -> int:
+    def overlap(self, index: int) -> int:
         """Return how many of a window's targets earlier windows predict: 0, since windows do not overlap."""
         return 0
 
@@ -156,7 +156,7 @@ class PackedWindows(WindowSource):
     def _layout(self, indices: ArrayLike) -> tuple[Places, Places, Places]:
         """Return the pieces of the windows `indices`, the batch row of each piece, and its first column."""
         windows = inside(indices, len(self))
-        counts = self._held[windows]
+        counts = self._piece_counts[windows]
         pieces = np.repeat(self._ends[windows] - counts, counts) + up_to(counts)
         offsets = np.cumsum(self._sizes[pieces]) - self._sizes[pieces]
         rows = np.repeat(np.arange(len(windows)), counts)
@@ -258,21 +258,25 @@ def mismatched(pairs: PairBatch) -> PairBatch:
 
     The answers of a row rotate by one, in an order with better before worse sides. Rows keep their lengths.
     """
-    inputs, targets = np.zeros_like(pairs.batch.inputs), np.full_like(pairs.batch.targets, UNCOUNTED)
+    source = pairs.batch
+    inputs, targets = np.zeros_like(source.inputs), np.full_like(source.targets, UNCOUNTED)
     begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()
-    by_row = [[n for n, (at, _) in enumerate(pairs.spans) if at == row] for row in range(len(inputs))]
-    for row, members in enumerate(by_row):
+    answers = [  # the columns of each answer's targets
+        slice(span.start + int(np.argmax(source.targets[row, span] != UNCOUNTED)), span.stop)
+        for row, span in pairs.spans
+    ]
+    for row in range(len(inputs)):
+        members = [n for n, (at, _) in enumerate(pairs.spans) if at == row]
         order, column = sorted(members, key=lambda n: int(pairs.numbers[n]) % 2), 0
         for n in members:
-            prompt, answer = (pairs.spans[index][1] for index in (n, order[order.index(n) - 1]))
-            first, skip = (
-                int(np.argmax(pairs.batch.targets[row, span] != UNCOUNTED)) for span in (prompt, answer)
-            )
-            size = first + answer.stop - answer.start - skip
-            span, tail = slice(column, column + size), slice(answer.start + skip, answer.stop)
-            targets[row, span][first:] = pairs.batch.targets[row, tail]
-            inputs[row, span][: first + 1] = pairs.batch.inputs[row, prompt][: first + 1]
-            inputs[row, span][first + 1 :] = pairs.batch.inputs[row, tail][1:]
-            begins[row, span], column = column, column + size
-            spans.append((row, span))
+            prompt = slice(pairs.spans[n][1].start, answers[n].start + 1)
+            answer = answers[order[order.index(n) - 1]]
+            first = column + answers[n].start - prompt.start  # column of the first target
+            stop = first + answer.stop - answer.start
+            targets[row, first:stop] = source.targets[row, answer]
+            inputs[row, column : first + 1] = source.inputs[row, prompt]
+            inputs[row, first + 1 : stop] = source.inputs[row, answer][1:]
+            begins[row, column:stop] = column
+            spans.append((row, slice(column, stop)))
+            column = stop
     return PairBatch(Batch(inputs, targets, begins), pairs.numbers, spans, pairs.rest)

@@ -95,7 +95,7 @@ def unreadable(error: OSError) -> NoReturn:
 
 BLOCK = 1 << 20
 HEAD = 8192  # bytes that decide whether a file is text, as in git and grep
-LINES = (".jsonl", ".ndjson")
+LINES = (".jsonl", ".ndjson")  # suffixes of JSON Lines
 
 
 class Kind(NamedTuple):
@@ -196,40 +196,37 @@ class TextFilter:
 
     def __init__(self, paths: Sequence[str], any_bytes: bool, flag: str = "--data") -> None:
         self._flag = flag
-        self._named, self._any_bytes = {os.path.realpath(path) for path in paths}, any_bytes
-        self.out, self.taken, self.odd = list[str](), list[str](), list[str]()
+        self._named_paths, self._any_bytes = {os.path.realpath(path) for path in paths}, any_bytes
+        self.skipped, self.raw, self.not_utf8 = list[str](), list[str](), list[str]()
 
     def takes(self, name: str, path: Path, head: bytes) -> bool:
         """Return whether to read a file, by its first bytes. Raise UsageError if a named file is not text."""
-        kind = kind_of(head, name) if self._named else BINARY if b"\0" in head else None
+        kind = kind_of(head, name) if self._named_paths else BINARY if b"\0" in head else None
         if kind is None:
             return True
         note = f"{shown(name, 60)}: {kind.name}"
-        if os.path.realpath(path) not in self._named:
-            self.out.append(note)
+        if os.path.realpath(path) not in self._named_paths:
+            self.skipped.append(note)
             return False
         if not self._any_bytes:
             raise UsageError(
                 f"{self._flag} {shown(path)} looks like {kind.name}, not text: {kind.remedy} (or train on "
                 "its raw bytes with --tokenizer byte)"
             )
-        self.taken.append(note)
+        self.raw.append(note)
         return True
 
     def read(self, name: str, data: bytes) -> None:
         """Record a file that is not UTF-8, for `notes`. `data`: its full content."""
-        if self._named and not self._any_bytes and not _is_utf8(data):
-            self.odd.append(shown(name, 60))
+        if self._named_paths and not self._any_bytes and not _is_utf8(data):
+            self.not_utf8.append(shown(name, 60))
 
     def notes(self) -> Iterator[str]:
         """Yield a line for each list of files that is not empty: the number of files, and some names."""
         for names, text in (
-            (self.out, "skipped files that are not text: {}"),
-            (self.taken, "files that are not text, read as raw bytes (--tokenizer byte): {}"),
-            (
-                self.odd,
-                "text that is not UTF-8: {}; convert it with iconv -f ENCODING -t UTF-8",
-            ),
+            (self.skipped, "skipped files that are not text: {}"),
+            (self.raw, "files that are not text, read as raw bytes (--tokenizer byte): {}"),
+            (self.not_utf8, "text that is not UTF-8: {}; convert it with iconv -f ENCODING -t UTF-8"),
         ):
             if names:
                 dots = ", ..." if len(names) > 3 else ""

@@ -18,12 +18,12 @@ import numpy.lib.format as npy
 from numpy.typing import NDArray
 
 from zero_mpi.data.conversations.formats import holds_conversations
-from zero_mpi.data.conversations.row_sources import COLUMN, batches_of, pyarrow
+from zero_mpi.data.conversations.row_sources import COLUMN, ArrowFile, pyarrow
 from zero_mpi.data.documents import Document, FileSpan, TokenSpans
 from zero_mpi.data.text_files import MANIFEST, NANOGPT, TOKENIZER
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.files.foreign import shown
-from zero_mpi.files.open import open_file
+from zero_mpi.files.open import open_file, reason
 
 WHOLE = 1 << 30  # bytes of the largest file that is read fully for its digest; this takes half a second
 BLOCK = 1 << 20  # ids processed together
@@ -152,8 +152,8 @@ def npy_layout(path: Path, file: FileIO) -> TokenLayout:
         with warnings.catch_warnings(action="ignore"):  # headers by Python 2 are valid but cause warnings
             shape, _, dtype = NPY_HEADERS[npy.read_magic(file)](file)
     except Exception as error:  # an invalid header may raise any exception
-        reason = shown(str(error).partition("\n")[0] or type(error).__name__, 80)
-        raise ValueError(f"expected the header of an array of numbers: {reason}") from None
+        problem = shown(str(error).partition("\n")[0] or type(error).__name__, 80)
+        raise ValueError(f"expected the header of an array of numbers: {problem}") from None
     if dtype not in (np.dtype("<u2"), np.dtype("<u4")) or len(shape) != 1:
         problem = f"found {shown(dtype.name if dtype.isnative else dtype.str)} of shape {shown(shape)}"
         raise UsageError(f"{path}: expected a 1-D array of uint16 or uint32 ids, {problem}")
@@ -170,7 +170,7 @@ def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
     runs, ends, kinds, total = list[tuple[int, int]](), [np.zeros(0, np.int64)], set[str](), 0
     try:
         with library.memory_map(str(path)) as mapped:
-            batches = list(batches_of(library, mapped)[1])
+            batches = list(ArrowFile(library, mapped).batches)
             mapped.seek(0)
             base = mapped.read_buffer(mapped.size()).address
             for batch in batches:
@@ -211,28 +211,23 @@ def _ids_column(library: Any, batch: Any) -> Any:
 class TokenFormat(NamedTuple):
     """Format of token files."""
 
-    name: str
-    known: Callable[[str, Path], bool]  # whether a file has the format, by its `collect_files` name and path
+    matches: Callable[[str, Path], bool]  # whether a file has it, by its `collect_files` name and path
     layout: Callable[[Path, FileIO], TokenLayout]  # raises ValueError or UsageError for a damaged file
 
 
 FORMATS = (
-    TokenFormat("nanoGPT", lambda name, path: name.startswith(NANOGPT), nanogpt_layout),
-    TokenFormat("NumPy", lambda name, path: path.suffix == ".npy", npy_layout),
+    TokenFormat(lambda name, path: name.startswith(NANOGPT), nanogpt_layout),
+    TokenFormat(lambda name, path: path.suffix == ".npy", npy_layout),
     TokenFormat(
-        "Megatron",
-        lambda name, path: path.suffix == ".bin" and path.with_suffix(".idx").is_file(),
-        megatron_layout,
+        lambda _, path: path.suffix == ".bin" and path.with_suffix(".idx").is_file(), megatron_layout
     ),
-    TokenFormat("llm.c", lambda name, path: path.suffix == ".bin" and is_llm_c(path), llm_c_layout),
-    TokenFormat(
-        "Arrow", lambda name, path: path.suffix == ".arrow" and not holds_conversations(path), arrow_layout
-    ),
+    TokenFormat(lambda name, path: path.suffix == ".bin" and is_llm_c(path), llm_c_layout),
+    TokenFormat(lambda name, path: path.suffix == ".arrow" and not holds_conversations(path), arrow_layout),
 )
 
 
 def format_of(name: str, path: Path) -> TokenFormat | None:
-    return next((row for row in FORMATS if row.known(name, path)), None)
+    return next((row for row in FORMATS if row.matches(name, path)), None)
 
 
 def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
@@ -249,11 +244,6 @@ def token_files(files: Sequence[tuple[str, Path]]) -> list[tuple[str, Path]]:
             f"--data takes text or token files, not both: {tokens[0][1]} is one, {texts[0]} is not"
         )
     return tokens
-
-
-def are_tokens(files: Sequence[tuple[str, Path]]) -> bool:
-    """Return whether all files are token files. Raise UsageError if only some are."""
-    return bool(token_files(files))
 
 
 def read_tokens(name: str, path: Path, vocab: int) -> Document:
@@ -274,7 +264,7 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
                 digest = spans.sampled_digest()
             else:
                 for first in range(0, spans.size, BLOCK):
-                    spans[first : first + BLOCK].held()  # reading checks the ids
+                    spans[first : first + BLOCK].read_all()  # reading checks the ids
                 file.seek(0)
                 digest = hashlib.file_digest(file, "sha256").digest()
     except UsageError:
@@ -282,8 +272,7 @@ def read_tokens(name: str, path: Path, vocab: int) -> Document:
     except JobError as error:  # the job has not started yet, so this is a UsageError
         raise UsageError(str(error)) from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read {path} as a token file: {reason}") from error
+        raise UsageError(f"cannot read {path} as a token file: {reason(error)}") from error
     if layout.ends is None:
         return Document(name, spans, digest)
     ends = layout.ends[np.diff(layout.ends, prepend=0) > 0]

@@ -162,7 +162,7 @@ def with_streams(corpus: Corpus, streams: Iterator[Any]) -> Corpus:
 
 def array_form(ids: Any) -> TokenSpans | tuple[str, int] | None:
     """Return an array's TokenSpans if it stays in files, else its dtype and size for a broadcast."""
-    stays = ids is None or (isinstance(ids, TokenSpans) and ids.stays)
+    stays = ids is None or (isinstance(ids, TokenSpans) and ids.stays_in_files)
     return ids if stays else (ids.dtype.str, ids.size)
 
 
@@ -194,7 +194,7 @@ def broadcast(comm: Comm, local: Any, form: tuple[str, int], label: str) -> np.n
     if comm.size == 1 and isinstance(local, np.ndarray):
         return np.ascontiguousarray(local)
     kind, size = form
-    array = local.held() if isinstance(local, TokenSpans) else np.empty(size, kind)
+    array = local.read_all() if isinstance(local, TokenSpans) else np.empty(size, kind)
     if isinstance(local, np.ndarray):
         array[...] = local
     comm.broadcast(array, label=label).wait()

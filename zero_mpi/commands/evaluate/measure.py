@@ -57,14 +57,14 @@ class WindowSet:
 
     def __init__(self, windows: Windows | PackedWindows, micro_batch: int, most: int | None = None) -> None:
         self._windows, self._loader = windows, EvalLoader(windows, micro_batch, most)
-        self.count, self.micro_batches = len(self._loader.chosen), self._loader.micro_batches
+        self.count, self.micro_batches = len(self._loader.indices), self._loader.micro_batches
 
     def micro(self, i: int) -> MicroBatch:
         """Return micro-batch i, with one part per window."""
         first = i * self._loader.micro_batch
         batch = self._loader.micro(i)
-        numbers = self._loader.chosen[first : first + len(batch.inputs)].tolist()
-        parts = [(row, slice(self._windows.known(number), None)) for row, number in enumerate(numbers)]
+        numbers = self._loader.indices[first : first + len(batch.inputs)].tolist()
+        parts = [(row, slice(self._windows.overlap(number), None)) for row, number in enumerate(numbers)]
         return batch.inputs, PartLosses(batch.targets, parts), first
 
     def places(self, i: int) -> NDArray[np.int64]:

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -103,12 +103,12 @@ def command(world: World, arguments: Sequence[str]) -> int:
 def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: Watchdog) -> int:
     """Write the missing parts of the folder and the manifest. Return the exit status. Collective."""
     watchdog.beat("finding the files")
-    files, out = world.run_on_root(lambda: found_files(options.path, options.out)), Path(options.out)
+    files, out = world.run_on_root(lambda: input_files(options.path, options.out)), Path(options.out)
     take_folder(world, out)
     watchdog.gather(out, world.comm)
     signals.enter(PREPARING)
     encoding = work.Encoding(out, files, TextReader(tokenizer, options.control_tokens), options)
-    folder: WorkFolder = world.on_root(lambda: WorkFolder(out, about(options, tokenizer)))
+    folder: WorkFolder = world.on_root(lambda: WorkFolder(out, settings_of(options, tokenizer)))
     inputs, weights = inspect_files(world, encoding, watchdog)
     watchdog.beat("reading existing parts")
     size = None if options.part_mb is None else int(options.part_mb * MEBIBYTE)
@@ -118,7 +118,7 @@ def tokenize(world: World, options: Namespace, tokenizer: Tokenizer, watchdog: W
         return 0
     world.run_on_all(lambda: check_shared(out))
     start, new = time.monotonic(), [part for part in parts if part.name in missing]
-    share = work.dealt([part.weight for part in new], world.size)[world.rank]
+    share = work.deal([part.weight for part in new], world.size)[world.rank]
     total, remaining = (sum(part.weight for part in group) for group in (parts, new))
     signals.enter(STEPS)
     progress = work.ProgressSum(
@@ -145,7 +145,7 @@ def check_shared(out: Path) -> None:
         raise UsageError(f"--out {shown(out)}: expected a folder that the hosts of all ranks share")
 
 
-def about(options: Namespace, tokenizer: Tokenizer) -> Table:
+def settings_of(options: Namespace, tokenizer: Tokenizer) -> Table:
     """Return all settings that affect the token files, except the inputs."""
     return {
         "zero_mpi": __version__,
@@ -160,7 +160,7 @@ def about(options: Namespace, tokenizer: Tokenizer) -> Table:
     }
 
 
-def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
+def input_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
     """Return the input files. Raise UsageError for invalid paths, or if `out` is inside an input folder."""
     for argument in paths:
         inner, outer = os.path.realpath(out), os.path.realpath(argument)
@@ -172,8 +172,8 @@ def found_files(paths: Sequence[str], out: str) -> list[work.InputFile]:
             stat = path.stat()
         except OSError as error:
             unreadable(error)
-        form = work.format_named(name).name
-        files.append(work.InputFile(name, path, form, stat.st_size, stat.st_mtime_ns))
+        format_name = work.format_named(name).name
+        files.append(work.InputFile(name, path, format_name, stat.st_size, stat.st_mtime_ns))
     return files
 
 
@@ -188,7 +188,7 @@ def inspect_files(
     sizes, facts = [file.size for file in files], dict[int, tuple[str, list[int]]]()
 
     def inspect_here(progress: work.ProgressSum) -> None:
-        for number in work.dealt(sizes, world.size)[world.rank]:
+        for number in work.deal(sizes, world.size)[world.rank]:
             if not progress.beat():
                 return  # the rank with the problem raises the error
             weights = work.TEXT_FORMATS[files[number].format].weights(files[number], reading)
@@ -199,7 +199,7 @@ def inspect_files(
     results, union = world.results(lambda: (facts, reading.filter)), encoding.text_filter()
     for share, local in results:
         facts |= share
-        union.out, union.taken = sorted([*union.out, *local.out]), sorted([*union.taken, *local.taken])
+        union.skipped, union.raw = sorted([*union.skipped, *local.skipped]), sorted([*union.raw, *local.raw])
     if world.rank == 0:
         warn(union.notes())
     inputs: list[Table] = [
@@ -249,25 +249,30 @@ def finish(
         raise JobError(f"{shown(folder.out)}: records of parts were removed during the job")
     records, out = list(index.values()), shown(folder.out)
     counts = {name: sum(each[name] for each in records) for name in COUNTS}
-    union, reader = encoding.text_filter(), encoding.text.anew()
-    for record in records:
-        union.odd += record["odd"]
-        reader.spelt.update(record["spelt"])
-    warn((*union.notes(), *reader.notes(), *separator_notes(reader.tokenizer)))
-    if counts["skipped"]:
-        warn([f"skipped lines and rows without text: {counts['skipped']:,}"])
+    warn(notes_on(encoding, records))
     if not counts["documents"]:
         folder.clear()
         (folder.out / TOKENIZER).unlink()
         raise UsageError(f"{work.FLAG} contains no text: {named(encoding.options.path, LONGEST)}")
     files = [file for each in records for file in each["files"]]
-    ids = megatron_dtype(reader.tokenizer.vocab_size).name
+    ids = megatron_dtype(encoding.text.tokenizer.vocab_size).name
     with writing():
         folder.end({"ids": ids, **counts, "files": files})
     rate = short(sum(index[name]["tokens"] for name in new) / max(elapsed, 1e-9))
     total = f"{plural(counts['documents'], 'document')}, {counts['tokens']:,} tokens"
     text = f"{size(counts['text_bytes'])} in {plural(len(files) // 2, 'token file')}"
     log.info("%s", f"{out}: {total} of {text}, {rate} tokens/s in {seconds(elapsed)}; {train_on(encoding)}")
+
+
+def notes_on(encoding: work.Encoding, records: Sequence[Table]) -> Iterator[str]:
+    """Yield the notes on the texts of all parts, which have these records."""
+    union, reader = encoding.text_filter(), encoding.text.anew()
+    for record in records:
+        union.not_utf8 += record["odd"]
+        reader.spelt.update(record["spelt"])
+    yield from (*union.notes(), *reader.notes(), *separator_notes(reader.tokenizer))
+    if skipped := sum(record["skipped"] for record in records):
+        yield f"skipped lines and rows without text: {skipped:,}"
 
 
 def warn(notes: Iterable[str]) -> None:

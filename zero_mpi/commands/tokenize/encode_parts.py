@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,8 @@ from zero_mpi.commands.tokenize.work_folder import PartWriter
 from zero_mpi.config.settings import BYTE
 from zero_mpi.data.conversations.row_sources import open_table
 from zero_mpi.data.document_reader import Text, text_documents
-from zero_mpi.data.encoded_cache import Batches
-from zero_mpi.data.text_files import HEAD, TextFilter
+from zero_mpi.data.encoded_cache import Batches, Beat
+from zero_mpi.data.text_files import HEAD, LINES, TextFilter
 from zero_mpi.data.token_formats import MEGATRON_MOST, megatron_dtype
 from zero_mpi.data.tokenizers.byte import TextReader
 from zero_mpi.data.tokenizers.gguf_tokenizer import run_by
@@ -79,12 +79,12 @@ class Reading:
     skips       whether invalid lines and rows are left out and counted in `skipped`
     filter      decides which files are text, and has notes on them
     beat        function that is called after each block that is read
+    text_bytes  bytes of the texts that were encoded
     """
 
-    def __init__(self, field: str, skips: bool, text_filter: TextFilter) -> None:
-        self.field, self.skips, self.filter = field, skips, text_filter
-        self.skipped = 0
-        self.beat: Callable[[], object] = lambda: None
+    def __init__(self, field: str, skips: bool, text_filter: TextFilter, beat: Beat = lambda: None) -> None:
+        self.field, self.skips, self.filter, self.beat = field, skips, text_filter, beat
+        self.skipped = self.text_bytes = 0
         self._stream: text_streams.TextStream | None = None
 
     def stream(self, path: Path, first: int) -> text_streams.TextStream:
@@ -171,38 +171,37 @@ def _lines(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator
 
 def _group_weights(file: InputFile, reading: Reading) -> list[int]:
     with open_table(file.path) as table:
-        names, place = table.schema_arrow.names, shown(file.path)
-        if reading.field not in names:
-            others = shown(", ".join(names), 100) or "none"
-            column = f"expected a column {quoted(reading.field)}, found {others}"
+        schema, place, field = table.schema_arrow, shown(file.path), reading.field
+        if field not in schema.names:
+            names = shown(", ".join(schema.names), 100) or "none"
+            column = f"expected a column {quoted(field)}, found {names}"
             raise FileError(f"{place}: {column}; name it with --field")
-        kind = str(table.schema_arrow.field(reading.field).type)
+        kind = str(schema.field(field).type)
         if kind not in ("string", "large_string"):
-            texts = f"expected a column of texts, found {shown(kind, 60)}"
-            raise FileError(f"{place}: {reading.field}: {texts}")
+            raise FileError(f"{place}: {field}: expected a column of texts, found {shown(kind, 60)}")
         weights = []
         for group in map(table.metadata.row_group, range(table.metadata.num_row_groups)):
             columns = map(group.column, range(group.num_columns))
-            sizes = [each.total_uncompressed_size for each in columns if each.path_in_schema == reading.field]
+            sizes = [each.total_uncompressed_size for each in columns if each.path_in_schema == field]
             weights.append(sum(max(size, 0) for size in sizes))
         return weights
 
 
 def _rows(file: InputFile, first: int, stop: int, reading: Reading) -> Iterator[Text]:
     with open_table(file.path) as table:
-        row = sum(table.metadata.row_group(number).num_rows for number in range(first))
+        before = sum(table.metadata.row_group(number).num_rows for number in range(first))
         groups = list(range(first, stop))
-        for batch in table.iter_batches(batch_size=ROWS, row_groups=groups, columns=[reading.field]):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                if text_streams.is_text(value):
-                    yield f"{file.name}@{row}", value.encode()
-                else:
-                    problem = f"{reading.field}: expected a text, found {quoted(value)}"
-                    reading.bad(file.path, "row", partial(int, row), problem)
+        batches = table.iter_batches(batch_size=ROWS, row_groups=groups, columns=[reading.field])
+        values = chain.from_iterable(batch.column(0).to_pylist() for batch in batches)
+        for row, value in enumerate(values, before + 1):
+            if text_streams.is_text(value):
+                yield f"{file.name}@{row}", value.encode()
+            else:
+                problem = f"{reading.field}: expected a text, found {quoted(value)}"
+                reading.bad(file.path, "row", partial(int, row), problem)
 
 
-JSON_LINES = TextFormat("JSON Lines", (".jsonl", ".ndjson"), _length, _lines, divisible=True)
+JSON_LINES = TextFormat("JSON Lines", LINES, _length, _lines, divisible=True)
 PARQUET = TextFormat("Parquet", (".parquet",), _group_weights, _rows)
 TEXT = TextFormat("text", ("",), _length, _whole)
 TEXT_FORMATS = {each.name: each for each in (JSON_LINES, PARQUET, TEXT)}  # the first match is used
@@ -270,7 +269,7 @@ def cut_parts(
     return [WorkPart(f"{number:0{width}d}", tuple(group)) for number, group in enumerate(parts)]
 
 
-def dealt(weights: Iterable[int], ranks: int) -> list[list[int]]:
+def deal(weights: Iterable[int], ranks: int) -> list[list[int]]:
     """Assign weights to ranks, with similar sums. Return the indices that each rank gets, in order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]
@@ -305,12 +304,13 @@ class ProgressSum:
         self, world: World, watchdog: Watchdog, label: str, total: int,
         before: int = 0, stops: Callable[[], bool] = lambda: False,
     ) -> None:  # fmt: skip
-        self._world, self._moved, self._stops = world, partial(watchdog.beat, label), stops
-        self._what, self._before, self._total = label, before, max(total, 1)
-        self._own, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
+        self._world, self._beat, self._stops = world, partial(watchdog.beat, label), stops
+        self._label, self._earlier, self._total = label, before, max(total, 1)
+        self._amounts, self._sum = np.zeros(len(NOTHING)), np.zeros(0)
         self._handle: Handle | None = None
-        self._finished = self._has_problem = self._over = self._is_done = False
-        self._begun = self._said = time.monotonic()
+        self._problem: UsageError | JobError | None = None
+        self._is_finished = self._has_ended = self._is_done = False
+        self._start = self._last_line = time.monotonic()
         self._due = 0.0
 
     def run(self, work: Callable[[ProgressSum], None]) -> bool:
@@ -318,31 +318,30 @@ class ProgressSum:
 
         A problem on one rank stops all ranks and is raised on all ranks.
         """
-        problems = list[Exception]()
         try:
             work(self)
         except (UsageError, JobError) as error:
-            self._has_problem = True
-            problems.append(error)
-        self._finished = True
+            self._problem = error
+        self._is_finished = True
         while self.beat():
             time.sleep(PAUSE)
 
-        def raise_first() -> None:
-            for problem in problems:
-                raise problem
+        def raise_problem() -> None:
+            if self._problem is not None:
+                raise self._problem
 
-        self._world.run_on_all(raise_first)
+        self._world.run_on_all(raise_problem)
         return self._is_done
 
     def beat(self, amount: Amount = NOTHING) -> bool:
         """Add the work done since the last call. Return False as soon as all ranks must stop."""
-        self._own += amount
+        self._amounts += amount
         if any(amount):
-            self._moved()
-        if not self._over and self._handle is None and (self._finished or time.monotonic() >= self._due):
-            stops = self._has_problem or self._stops()
-            self._sum = np.array([*self._own, self._finished, stops], np.float64)
+            self._beat()
+        is_due = self._is_finished or time.monotonic() >= self._due
+        if is_due and self._handle is None and not self._has_ended:
+            stops = self._problem is not None or self._stops()
+            self._sum = np.array([*self._amounts, self._is_finished, stops], np.float64)
             self._handle = self._world.comm.allreduce(self._sum, "what was done")
             self._due = time.monotonic() + EVERY
         if self._handle is not None:
@@ -351,18 +350,18 @@ class ProgressSum:
                 self._handle.wait()
                 self._handle = None
                 self._take(*self._sum.tolist())
-        return not self._over
+        return not self._has_ended
 
     def _take(self, weight: float, text_bytes: float, *rest: float) -> None:
         documents, tokens, finished, stops = rest
-        self._moved()  # every rank contributed to the sum, so none is stuck
+        self._beat()  # every rank contributed to the sum, so none is stuck
         self._is_done = finished == self._world.size
-        self._over = self._is_done or stops > 0
+        self._has_ended = self._is_done or stops > 0
         now = time.monotonic()
-        if self._world.rank == 0 and now - self._said > (WATCHED if watched() else LOGGED):
-            self._said, seconds = now, now - self._begun
-            remaining = self._total - self._before - weight
-            facts = [percent((self._before + weight) / self._total), self._what]
+        if self._world.rank == 0 and now - self._last_line > (WATCHED if watched() else LOGGED):
+            self._last_line, seconds = now, now - self._start
+            remaining = self._total - self._earlier - weight
+            facts = [percent((self._earlier + weight) / self._total), self._label]
             facts += [f"{short(documents)} documents", f"{short(tokens)} tokens"] if documents else []
             facts += [f"{text_bytes / 1e6 / seconds:.3g} MB/s"]
             facts += [f"{interval(seconds * remaining / weight)} left"] if weight else []
@@ -378,8 +377,8 @@ class Encoding:
     text: TextReader
     options: Namespace
 
-    def reading(self) -> Reading:
-        return Reading(self.options.field, self.options.skip_bad, self.text_filter())
+    def reading(self, beat: Beat = lambda: None) -> Reading:
+        return Reading(self.options.field, self.options.skip_bad, self.text_filter(), beat)
 
     def text_filter(self) -> TextFilter:
         return TextFilter(self.options.path, self.options.tokenizer == BYTE, FLAG)
@@ -390,12 +389,11 @@ def encode_parts(encoding: Encoding, parts: Sequence[WorkPart], progress: Progre
 
     Raises UsageError for a text that cannot be read, JobError for a file that cannot be written.
     """
-    reading = encoding.reading()
-    reading.beat = progress.beat
-    text = TextReader(run_by(encoding.text.tokenizer, Batches(progress.beat)), encoding.text.asked)
+    reading = encoding.reading(progress.beat)
+    text = TextReader(run_by(encoding.text.tokenizer, Batches(progress.beat)), encoding.text.setting)
     with closing(reading), writing():
         for part in parts:
-            reading.filter, reading.skipped = encoding.text_filter(), 0
+            reading.filter, reading.skipped, reading.text_bytes = encoding.text_filter(), 0, 0
             if not _encode(encoding, text.anew(), part, reading, progress):
                 return
 
@@ -404,14 +402,12 @@ def _encode(
     encoding: Encoding, reader: TextReader, part: WorkPart, reading: Reading, progress: ProgressSum
 ) -> bool:
     """Write a part. Return False if all ranks must stop."""
-    total = 0
 
     def texts() -> Iterator[Text]:
-        nonlocal total
         for piece in part.pieces:
             file = encoding.files[piece.file]
             for name, data in TEXT_FORMATS[file.format].texts(file, piece.first, piece.stop, reading):
-                total += len(data)
+                reading.text_bytes += len(data)
                 progress.beat(Amount(text_bytes=len(data)))
                 yield name, data
             progress.beat(Amount(piece.weight))
@@ -425,6 +421,6 @@ def _encode(
                 return False
         for number in {piece.file for piece in part.pieces}:
             check_unchanged(encoding.files[number])
-        spelt, odd = dict(reader.spelt), reading.filter.odd
-        writer.finish({"text_bytes": total, "skipped": reading.skipped, "spelt": spelt, "odd": odd})
+        facts = {"text_bytes": reading.text_bytes, "skipped": reading.skipped}
+        writer.finish({**facts, "spelt": dict(reader.spelt), "odd": reading.filter.not_utf8})
     return progress.beat()

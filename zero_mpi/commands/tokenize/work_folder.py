@@ -43,70 +43,69 @@ Table = dict[str, Any]
 
 
 class WorkFolder:
-    """Folder of `--out`, which rank 0 has locked. `about` has the settings that affect bytes, without inputs.
+    """Folder of `--out`, which rank 0 has locked. `settings` affect the bytes and lack the inputs.
 
     Raises UsageError if the folder has other files, or was started with other settings.
     """
 
-    def __init__(self, out: Path, about: Table) -> None:
-        self.out, self.aside, self.about = out, out / UNFINISHED, about
-        if self.aside.is_symlink():
-            raise UsageError(f"--out {shown(self.aside)}: expected a folder, found a link: remove it")
+    def __init__(self, out: Path, settings: Table) -> None:
+        self.out, self.job_folder, self.settings = out, out / UNFINISHED, settings
+        if self.job_folder.is_symlink():
+            raise UsageError(f"--out {shown(self.job_folder)}: expected a folder, found a link: remove it")
         self.is_complete = exists(out / MANIFEST)
-        self._before = self._kept()
-        self._check(about if self.is_complete else {**about, CODE: code()})
+        self._plan = out / MANIFEST if self.is_complete else self.job_folder / PLAN
+        self._earlier = self._earlier_table()
+        self._check(settings if self.is_complete else {**settings, CODE: code()})
         others = [path.name for path in out.iterdir() if not path.name.startswith(".")]
-        if others and not self.is_complete and not exists(self.aside):
+        if others and not self.is_complete and not exists(self.job_folder):
             raise UsageError(
                 f"--out {shown(out)}: expected an empty folder or one that tokenize started, found "
                 f"{show(min(others))}: use another --out"
             )
 
-    def _kept(self) -> Table:
+    def _earlier_table(self) -> Table:
         """Return the manifest, or the plan of a job that has complete parts; {} without either."""
-        if self.is_complete:
-            return read_table(self.out / MANIFEST)
-        if exists(self.aside / PLAN) and any(path.name != PLAN for path in self.aside.glob("*.json")):
-            return read_table(self.aside / PLAN, sealed_too=True)
+        has_parts = any(path.name != PLAN for path in self.job_folder.glob("*.json"))
+        if self.is_complete or (has_parts and exists(self._plan)):
+            return read_table(self._plan, sealed_too=not self.is_complete)
         return {}
 
     def _check(self, now: Table) -> None:
-        if self._before:
-            with ours(self.out / MANIFEST if self.is_complete else self.aside / PLAN):
-                for name, old, value in differences(self._before, now):
+        if self._earlier:
+            with as_file_errors(self._plan):
+                for name, old, value in differences(self._earlier, now):
                     problem = f"--out {shown(self.out)} was started with other input"
                     raise UsageError(f"{problem}: {name} was {quoted(old)}, is now {quoted(value)}: {SAME}")
 
     def begin(self, inputs: list[Table], tokenizer: Tokenizer) -> None:
         """Write plan and tokenizer. Raise UsageError if the inputs have changed, OSError if writing fails."""
         self._check({"inputs": inputs})
-        self.about["inputs"] = inputs
+        self.settings["inputs"] = inputs
         if self.is_complete:
             self.clear()
             return
-        plan = {**self.about, CODE: code()}
-        self.aside.mkdir(exist_ok=True)
-        for path in (*self.aside.iterdir(), *self.out.iterdir()):  # files that a killed job left
+        self.job_folder.mkdir(exist_ok=True)
+        for path in (*self.job_folder.iterdir(), *self.out.iterdir()):  # files that a killed job left
             if UNDER_WAY.fullmatch(path.name) and read_record(self.out, path.stem) is None:
                 path.unlink()
         header, _, _ = pack_file("zero_mpi", tokenizer.metadata(), [])
         write_whole(self.out / TOKENIZER, header)
-        write_whole(self.aside / PLAN, json.dumps(sealed(plan)))
+        write_whole(self._plan, json.dumps(sealed({**self.settings, CODE: code()})))
 
     def end(self, manifest: Table) -> None:
         """Write the manifest and remove the files of the job. Raise OSError if writing fails."""
         sync_folder(self.out)
-        write_whole(self.out / MANIFEST, json.dumps({**self.about, **manifest}, indent=2) + "\n")
+        write_whole(self.out / MANIFEST, json.dumps({**self.settings, **manifest}, indent=2) + "\n")
         sync_folder(self.out)
         self.clear()
 
     def clear(self) -> None:
         """Remove plan, records and unfinished files, but keep files of other programs."""
         with suppress(OSError):
-            for path in self.aside.iterdir():
+            for path in self.job_folder.iterdir():
                 if UNDER_WAY.fullmatch(path.name) or RECORD.fullmatch(path.name):
                     path.unlink()
-            self.aside.rmdir()
+            self.job_folder.rmdir()
 
 
 class PartWriter:
@@ -118,8 +117,8 @@ class PartWriter:
     def __init__(self, out: Path, name: str, dtype: np.dtype[Any]) -> None:
         self._out, self._name, self._dtype = out, name, dtype
         self._sizes, self._digest = array("i"), hashlib.sha256()
-        self._aside = {suffix: out / UNFINISHED / f"{name}{suffix}" for suffix in (BIN, IDX)}
-        self._file = open(self._aside[BIN], "wb", opener=open_in_place)  # noqa: SIM115 (closed by __exit__)
+        self._paths = {suffix: out / UNFINISHED / f"{name}{suffix}" for suffix in (BIN, IDX)}
+        self._file = open(self._paths[BIN], "wb", opener=open_in_place)  # noqa: SIM115 (closed by __exit__)
 
     def add(self, name: str, ids: NDArray[np.integer[Any]]) -> None:
         """Append a document, called `name` in errors, unless it is empty."""
@@ -127,14 +126,14 @@ class PartWriter:
             raise UsageError(f"{name}: a document has {len(ids):,} tokens, but at most {MEGATRON_MOST:,} fit")
         if len(ids):
             raw = ids.astype(self._dtype, copy=False).tobytes()
-            with naming(self._aside[BIN]):
+            with naming(self._paths[BIN]):
                 self._file.write(raw)
             self._digest.update(raw)
             self._sizes.append(len(ids))
 
     def finish(self, facts: Table) -> None:
         """Rename the pair of files to its final names, then write its record with these `facts`."""
-        with naming(self._aside[BIN]):
+        with naming(self._paths[BIN]):
             self._file.flush()
             os.fsync(self._file.fileno())
         sizes = np.frombuffer(self._sizes, np.int32)
@@ -145,9 +144,9 @@ class PartWriter:
             for suffix, (size, digest) in stats.items()
         ]
         if len(sizes):
-            with naming(self._aside[IDX]):
-                write_to_disk(self._aside[IDX], index)
-            for suffix, path in self._aside.items():
+            with naming(self._paths[IDX]):
+                write_to_disk(self._paths[IDX], index)
+            for suffix, path in self._paths.items():
                 os.replace(path, self._out / f"{self._name}{suffix}")
             sync_folder(self._out)
         record = {"documents": len(sizes), "tokens": tokens, "files": files if len(sizes) else [], **facts}
@@ -159,7 +158,7 @@ class PartWriter:
     def __exit__(self, *error: object) -> None:
         with suppress(OSError):  # `finish` has flushed the data
             self._file.close()
-        for path in self._aside.values():
+        for path in self._paths.values():
             with suppress(OSError):
                 os.unlink(path)
 
@@ -175,7 +174,7 @@ def read_record(out: Path, name: str) -> Table | None:
 
 def read_table(path: Path, sealed_too: bool = False) -> Table:
     """Return a table that tokenize wrote. Raise FileError if it, or its seal if `sealed_too`, is invalid."""
-    with ours(path):
+    with as_file_errors(path):
         table = parse_json(read_file(path, MOST_BYTES), most_values=MOST_VALUES)
         if not isinstance(table, dict) or not table or (sealed_too and sealed(table) != table):
             raise ValueError(shown(table, 60))
@@ -201,14 +200,12 @@ def differences(before: Any, now: Any, label: str = "") -> Iterator[tuple[str, A
 
 
 @contextmanager
-def ours(path: Path) -> Iterator[None]:
+def as_file_errors(path: Path) -> Iterator[None]:
     """Convert errors that an invalid file of tokenize causes in the `with` block to FileError."""
     try:
         yield
     except UsageError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileError(
-            f"{shown(path)}: expected a file of tokenize, found {shown(error)}: remove the folder and start "
-            "again"
-        ) from None
+        problem = f"expected a file of tokenize, found {shown(error)}: remove the folder and start again"
+        raise FileError(f"{shown(path)}: {problem}") from None

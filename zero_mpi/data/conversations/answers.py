@@ -14,14 +14,14 @@ answer. A template whose loop hides the positions is rendered for each turn, for
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import count
-from typing import Any
+from itertools import count, pairwise
 
-from zero_mpi.data.conversations.chat_template import ChatTemplate, Message, RenderedText
+from zero_mpi.data.conversations.chat_template import ChatTemplate, Message, RenderedText, Tools
 from zero_mpi.data.conversations.formats import ASSISTANT, USER, Conversation, common
 
 Span = tuple[int, int]  # start and stop, in characters
 Spans = dict[int, Span | None]  # keyed by message number
+Groups = dict[object, list[int]]  # turns, keyed by the role of the message before them
 Messages = Sequence[Message]
 MOST_TURNS = 64
 BLANKS = re.compile(r"\s*")
@@ -32,7 +32,6 @@ class AnswerFinder:
 
     def __init__(self, template: ChatTemplate, ends: Sequence[str]) -> None:
         self.template = template
-        self._tools: list[Any] | None = None  # tools of the current conversation
         self._ends = sorted(filter(None, ends), key=len, reverse=True)
 
     def find(self, conversation: Conversation, silent: bool = False) -> tuple[str, list[Span]]:
@@ -42,27 +41,24 @@ class AnswerFinder:
         """
         turns = sorted(conversation.silent) if silent else conversation.turns
         messages = conversation.messages
-        self._tools = conversation.tools
-        by_role = dict[object, list[int]]()  # turns, keyed by the role of the message before them
+        by_role = Groups()
         for turn in [] if self.template.marks else turns:
             by_role.setdefault(messages[turn - 1]["role"] if turn else None, []).append(turn)
         firsts = [group[0] for group in by_role.values()]
-        rendered = self.template.render(messages, tools=self._tools, prompts=firsts)
+        rendered = self.template.render(messages, tools=conversation.tools, prompts=firsts)
         if not turns:
             return rendered.text, []
         if self.template.marks:
-            return rendered.text, self._marked(rendered, messages, turns)
-        spans = self._by_loop(rendered, messages, by_role) or self._by_renders(rendered, messages, turns)
+            return rendered.text, self._marked_spans(rendered, messages, turns)
+        spans = self._by_loop(rendered, conversation, by_role)
+        spans = spans or self._by_renders(rendered, conversation, turns)
         return rendered.text, [span for turn in turns if (span := spans[turn]) is not None]
 
     def reads_tools(self, conversation: Conversation, text: str) -> bool:
         """Return whether a conversation's text depends on its tools."""
-        try:
-            return self.template.render(conversation.messages).text != text
-        except ValueError:  # the template fails without the tools
-            return True
+        return self._text(conversation.messages, None) != text  # the template may fail without the tools
 
-    def _marked(self, rendered: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
+    def _marked_spans(self, rendered: RenderedText, messages: Messages, turns: Sequence[int]) -> list[Span]:
         """Return the spans that the template marks in these turns. Raise ValueError if that is ambiguous."""
         answers = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
         if len(turns) == len(answers) or not rendered.marked:
@@ -78,36 +74,36 @@ class AnswerFinder:
             "answers are not trained on"
         )
 
-    def _by_loop(self, rendered: RenderedText, messages: Messages, by_role: dict[object, list[int]]) -> Spans:
+    def _by_loop(self, rendered: RenderedText, conversation: Conversation, by_role: Groups) -> Spans:
         """Return each turn's answer, found by the messages' positions; {} if a turn's position is unknown."""
         places, spans = segments(rendered), Spans()
         turns = {turn for group in by_role.values() for turn in group}
         if not places.keys() >= turns:
             return {}
+        text = rendered.text
         for group in by_role.values():
-            first, last = group[0], group[-1]
-            prefix = rendered.before[first]
-            if prefix is None or not rendered.text.startswith(prefix):
-                first = last  # the text before turn `last` is rendered below, without later messages
-                prefix = self._text(messages[:last], generation_prompt=True)
-            if prefix is None or not rendered.text.startswith(prefix):
-                continue
-            lead, size = prefix[places[first][0] :], len(prefix) - places[first][0]
+            begin, prefix = places[group[0]][0], rendered.before[group[0]]
+            if prefix is None or not text.startswith(prefix):  # then try the last turn's prefix
+                begin = places[group[-1]][0]
+                prefix = self._text(conversation.messages[: group[-1]], conversation.tools, True)
+                if prefix is None or not text.startswith(prefix):
+                    continue
+            lead, size = prefix[begin:], len(prefix) - begin
             for turn in group:
                 start, stop = places[turn]
-                if rendered.text.startswith(lead, start, stop):
+                if text.startswith(lead, start, stop):
                     start += size  # `size` is negative if `prefix` ends before the message begins
-                    spans[turn] = start, self._end_of_turn(rendered.text, start, stop)
+                    spans[turn] = start, self._end_of_turn(text, start, stop)
         if rest := turns - spans.keys():
-            variant = self._instead(rendered, messages, rest)
+            variant = self._variant(rendered, conversation, rest)
             variant_places = segments(variant)
             if not variant_places.keys() >= rest:
                 return {}
             for turn in rest:
-                spans[turn] = self._differing(rendered.text, places[turn], variant.text, variant_places[turn])
+                spans[turn] = self._difference(text, places[turn], variant.text, variant_places[turn])
         return spans
 
-    def _by_renders(self, rendered: RenderedText, messages: Messages, turns: Sequence[int]) -> Spans:
+    def _by_renders(self, rendered: RenderedText, conversation: Conversation, turns: Sequence[int]) -> Spans:
         """Return each turn's answer, found by rendering the conversation for each turn."""
         if len(turns) > MOST_TURNS:
             raise ValueError(
@@ -115,32 +111,35 @@ class AnswerFinder:
                 "over messages; mark its answers with {% generation %}"
             )
         text, spans = rendered.text, Spans()
+        messages, tools = conversation.messages, conversation.tools
         for turn in turns:
-            prefix, partial = self._text(messages[:turn], True), self._text(messages[: turn + 1])
+            prefix = self._text(messages[:turn], tools, True)
+            partial = self._text(messages[: turn + 1], tools)
             if prefix is not None and partial is not None and partial.startswith(prefix):
                 stop = self._end_of_turn(partial, len(prefix), len(partial))
                 if text.startswith(partial[:stop]):
                     spans[turn] = len(prefix), stop
                     continue
-            variant = self._instead(rendered, messages, {turn}).text
-            spans[turn] = self._differing(text, (0, len(text)), variant, (0, len(variant)))
+            variant = self._variant(rendered, conversation, {turn}).text
+            spans[turn] = self._difference(text, (0, len(text)), variant, (0, len(variant)))
         return spans
 
-    def _text(self, messages: Messages, generation_prompt: bool = False) -> str | None:
+    def _text(self, messages: Messages, tools: Tools, generation_prompt: bool = False) -> str | None:
         """Return the text of some messages; None if the template rejects them."""
         try:
-            return self.template.render(messages, generation_prompt, self._tools).text
+            return self.template.render(messages, generation_prompt, tools).text
         except ValueError:
             return None
 
-    def _instead(self, rendered: RenderedText, messages: Messages, turns: set[int]) -> RenderedText:
+    def _variant(self, rendered: RenderedText, conversation: Conversation, turns: set[int]) -> RenderedText:
         """Render the messages; a character that the text lacks replaces the content of `turns`."""
         letters = set(rendered.text)
         filler = {"content": next(letter for letter in map(chr, count(ord("A"))) if letter not in letters)}
         calls = ("tool_calls", "function_call")
-        plain = [{key: field for key, field in message.items() if key not in calls} for message in messages]
-        variant = [plain[n] | filler if n in turns else m for n, m in enumerate(messages)]
-        return self.template.render(variant, tools=self._tools)
+        variant = list(conversation.messages)
+        for turn in turns:
+            variant[turn] = {k: v for k, v in variant[turn].items() if k not in calls} | filler
+        return self.template.render(variant, tools=conversation.tools)
 
     def _end_of_turn(self, text: str, start: int, at: int) -> int:
         """Return where the turn text[start:at] ends: after the first of the end-of-turn tokens at its end."""
@@ -153,7 +152,7 @@ class AnswerFinder:
                 return at if place is None else place
             place, at = at, at - len(end)
 
-    def _differing(self, text: str, place: Span, variant: str, variant_place: Span) -> Span | None:
+    def _difference(self, text: str, place: Span, variant: str, variant_place: Span) -> Span | None:
         """Return where `text` differs from `variant`, with the end of turn after it; None if it does not."""
         segment, replacement = text[slice(*place)], variant[slice(*variant_place)]
         if segment == replacement:
@@ -170,10 +169,7 @@ class AnswerFinder:
         """First line that the template writes after an answer; it need not be a token."""
         answer = "\ue000"
         messages = [{"role": USER, "content": "A"}, {"role": ASSISTANT, "content": answer}]
-        try:
-            tail = self.template.render(messages).text.partition(answer)[2]
-        except ValueError:
-            return ""
+        tail = (self._text(messages, None) or "").partition(answer)[2]
         return tail.strip().partition("\n")[0].rstrip()
 
 
@@ -186,4 +182,4 @@ def segments(rendered: RenderedText) -> dict[int, Span]:
     starts = list(begins.values())
     if starts != sorted(starts) or 1 == len(set(starts)) < len(starts):
         return {}
-    return dict(zip(begins, zip(starts, [*starts[1:], len(rendered.text)], strict=False), strict=True))
+    return dict(zip(begins, pairwise([*starts, len(rendered.text)]), strict=True))

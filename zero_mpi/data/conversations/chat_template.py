@@ -14,7 +14,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zero_mpi.data.tokenizers.byte import Tokenizer
-from zero_mpi.errors import FileError, UsageError
+from zero_mpi.errors import FileError, UsageError, prefixed
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.gguf_keys import TEMPLATE, TOKENS, GGUFKeys
 from zero_mpi.files.open import read_file
@@ -77,7 +77,7 @@ class CallForm(NamedTuple):
     text: bool = True
     objects: bool = True
 
-    def fitted(self, message: Message) -> Message:
+    def adapt(self, message: Message) -> Message:
         calls, content = list(map(self._call, message["tool_calls"])), message["content"]
         return message | {"tool_calls": calls, "content": self.content if content == "" else content}
 
@@ -93,10 +93,9 @@ class CallForm(NamedTuple):
             return call
         if self.text:
             return call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
-        try:
+        with suppress(ValueError):
             return call | {"arguments": parse_json(arguments)}
-        except ValueError:
-            return call
+        return call
 
 
 class EndlessTemplate(Exception):
@@ -112,10 +111,10 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokens: Mapping[str, str], inputs: TemplateInputs = NO_INPUTS) -> None:
         self._source, self._day, self._variables = source, inputs.day, {**tokens, **inputs.variables}
-        self._left, self._is_shared = SECONDS, False
+        self._seconds_left, self._is_shared = SECONDS, False
         self.marks = re.search(r"\{%[-+]?\s*generation\b", source) is not None  # whether it marks answers
         try:
-            self._process = self._started()
+            self._process = self._new_process()
         except (ValueError, OSError, EndlessTemplate) as error:
             raise UsageError(str(error)) from None
 
@@ -132,8 +131,8 @@ class ChatTemplate:
         Raises ValueError with a message of one line if the template fails for any reason.
         """
         with self.sharing_time():
-            fitted = [self._fitted(message) for message in messages]
-            return self._rendered(fitted, generation_prompt, tools, prompts)
+            fitted = [self._adapt(message) for message in messages]
+            return self._render(fitted, generation_prompt, tools, prompts)
 
     @contextmanager
     def sharing_time(self) -> Iterator[None]:
@@ -147,12 +146,12 @@ class ChatTemplate:
         except EndlessTemplate as error:
             raise ValueError(str(error)) from None
         finally:
-            self._left, self._is_shared = SECONDS, False
+            self._seconds_left, self._is_shared = SECONDS, False
 
-    def _fitted(self, message: Message) -> Message:
+    def _adapt(self, message: Message) -> Message:
         """Return the message with its content as the template accepts it: as text or as a list of parts."""
         if isinstance(message.get("tool_calls"), list):
-            message = self._calls.fitted(message)
+            message = self._calls.adapt(message)
         content = message["content"]
         if isinstance(content, list):
             joined = "\n".join(part["text"] for part in content)
@@ -175,7 +174,7 @@ class ChatTemplate:
         function = {"name": "f", "arguments": arguments}
         call = {"id": "call12345", "type": "function", "function": function}  # Mistral needs nine characters
         answer = {"role": "assistant", "content": content, "tool_calls": [call]}
-        rendered = self._tried([{"role": "user", "content": "a"}, answer], tools)
+        rendered = self._trial([{"role": "user", "content": "a"}, answer], tools)
         return all(text in rendered for text in texts)
 
     @cached_property
@@ -188,33 +187,33 @@ class ChatTemplate:
 
     def _shows(self, content: Any, *texts: str) -> bool:
         """Return whether the template prints the `texts` of the content, and not the list that holds them."""
-        rendered = self._tried([{"role": "user", "content": content}], None)
+        rendered = self._trial([{"role": "user", "content": content}], None)
         as_list = any(f"{q}text{q}: {q}\ue000" in rendered for q in "'\"")
         return all(text in rendered for text in texts) and not as_list
 
-    def _tried(self, messages: list[Message], tools: Tools) -> str:
+    def _trial(self, messages: list[Message], tools: Tools) -> str:
         """Return the text of messages; empty if the template rejects them."""
         try:
-            return self._rendered(messages, False, tools).text
+            return self._render(messages, False, tools).text
         except ValueError:
             return ""
 
-    def _rendered(
+    def _render(
         self, messages: list[Message], generation_prompt: bool, tools: Tools, prompts: Sequence[int] = ()
     ) -> RenderedText:
         variables: dict[str, Any] = {"tools": tools, "documents": None, **self._variables}
         variables |= {"messages": messages, "add_generation_prompt": generation_prompt}
         if self._process.returncode is not None:
-            self._process = self._started()
+            self._process = self._new_process()
         reply = self._ask(self._process, variables | {"prompts": list(prompts)})
         before = [None if text is None else text.decode() for text in reply["before"]]
         text: str = reply["text"].decode()
         return RenderedText(text, reply["marked"], reply["begins"], dict(zip(prompts, before, strict=True)))
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _new_process(self) -> subprocess.Popen[bytes]:
         command, pipe = [sys.executable, "-P", PROGRAM], subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        weakref.finalize(self, ended, process)
+        weakref.finalize(self, end_process, process)
         self._ask(process, {"source": self._source, "day": self._day})
         return process
 
@@ -226,19 +225,19 @@ class ChatTemplate:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            payload = marshal.dumps(request | {"seconds": self._left})
+            payload = marshal.dumps(request | {"seconds": self._seconds_left})
             process.stdin.write(len(payload).to_bytes(8, "little") + payload)
             process.stdin.flush()
             size = int.from_bytes(process.stdout.read(8), "little")
             reply: dict[str, Any] = marshal.loads(process.stdout.read(size))
         except BaseException as error:
-            status, self._left = ended(process), 0.0  # else the next request would get this answer
+            status, self._seconds_left = end_process(process), 0.0  # so that no request gets this answer
             if not isinstance(error, BrokenPipeError | EOFError):
                 raise
             timeout = f"it takes more than {SECONDS:g} s of CPU time for a conversation"
             reason = timeout if status == -signal.SIGPROF else f"its process ended with status {status}"
             raise EndlessTemplate(f"the chat template: {reason}") from None
-        self._left = reply["left"]
+        self._seconds_left = reply["left"]
         if "error" in reply:
             raise ValueError(f"the chat template: {shown(reply['error'])}")
         return reply
@@ -248,7 +247,7 @@ def parts_of(*texts: str) -> list[Message]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def ended(process: subprocess.Popen[bytes]) -> int:
+def end_process(process: subprocess.Popen[bytes]) -> int:
     """End a process, close its pipes and return its status."""
     process.kill()
     process.communicate()
@@ -280,11 +279,9 @@ def asks_day(tokenizer: Tokenizer) -> bool:
 
 def read_template(path: str | Path) -> str:
     """Return the text of a template file. Raise FileError if it cannot be read."""
-    try:
-        return read_file(path, MOST_BYTES, "a chat template").decode()
-    except FileError as error:
-        raise FileError(f"--chat-template {error}") from None
-    except UnicodeDecodeError as error:
-        raise FileError(
-            f"--chat-template {shown(path)}: expected a template in UTF-8, found other bytes at {error.start}"
-        ) from None
+    with prefixed("--chat-template"):
+        try:
+            return read_file(path, MOST_BYTES, "a chat template").decode()
+        except UnicodeDecodeError as error:
+            problem = f"expected a template in UTF-8, found other bytes at {error.start}"
+            raise FileError(f"{shown(path)}: {problem}") from None

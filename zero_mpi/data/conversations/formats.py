@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 
 from zero_mpi.data.conversations import row_sources
 from zero_mpi.data.conversations.chat_template import Message
+from zero_mpi.data.text_files import LINES
 from zero_mpi.errors import FileError, UsageError, prefixed
 from zero_mpi.files.foreign import quoted, show, shown
 from zero_mpi.files.parse import parse_json
@@ -135,7 +136,7 @@ def holds_conversations(
     first: pattern of keys that show this in a JSON file; forms: sets of columns that show it in a table
     """
     suffix = row_sources.suffix_of(path)
-    if suffix not in (*row_sources.LINES, row_sources.DOCUMENT, *row_sources.TABLES):
+    if suffix not in (*LINES, row_sources.DOCUMENT, *row_sources.TABLES):
         return False
     try:
         if suffix in row_sources.TABLES:
@@ -147,7 +148,7 @@ def holds_conversations(
         if suffix not in row_sources.TABLES and isinstance(error, FileError):
             raise
         return False
-    return first.search(head) is not None and (suffix in row_sources.LINES or ROWS.match(head) is not None)
+    return first.search(head) is not None and (suffix in LINES or ROWS.match(head) is not None)
 
 
 def read_conversations(
@@ -211,8 +212,8 @@ def one_pair(name: str, row: Any, labels: bool) -> Sides:
         return conversation
 
     if all(key in row for key in PAIR):
-        earlier, *answers = _prompt_and_answers(row)
-        return side(PAIR[0], earlier, answers[0]), side(PAIR[1], earlier, answers[1])
+        earlier, chosen, rejected = _prompt_and_answers(row)
+        return side("chosen", earlier, chosen), side("rejected", earlier, rejected)
     if not labels or not all(key in row for key in LABELLED):
         raise ValueError(f"{expected}, found {_keys_of(row)}")
     if not isinstance(label := row["label"], bool):
@@ -225,14 +226,14 @@ def _prompt_and_answers(row: Message) -> tuple[list[Message], list[Message], lis
     """Return the messages of the prompt, of the better answer and of the worse answer."""
     prompt, kinds = row.get("prompt"), {type(row[key]) for key in PAIR}
     if kinds == {list}:
-        answers = [_messages(key, row[key]) for key in PAIR]
+        better, worse = (_messages(key, row[key]) for key in PAIR)
         if isinstance(prompt, list):
-            return _messages("prompt", prompt), answers[0], answers[1]
-        at = _first_difference(*answers)  # the common beginning of the two answers is the prompt
-        return answers[0][:at], answers[0][at:], answers[1][at:]
+            return _messages("prompt", prompt), better, worse
+        at = _first_difference(better, worse)  # the common beginning of the two answers is the prompt
+        return better[:at], better[at:], worse[at:]
     if list in kinds:
         raise ValueError("chosen and rejected: expected texts or lists of messages, found one of each")
-    texts = [_said(ASSISTANT, row, key)["content"] for key in PAIR]
+    texts = [_text_message(ASSISTANT, row, key)["content"] for key in PAIR]
     if prompt is None:
         at = _first_difference(*texts)
         at -= at > 0 and texts[0][at - 1] == " "
@@ -240,7 +241,7 @@ def _prompt_and_answers(row: Message) -> tuple[list[Message], list[Message], lis
         if not prompt:
             raise ValueError("chosen and rejected: expected texts with a common beginning, or a prompt")
     is_list = isinstance(prompt, list)
-    earlier = _messages("prompt", prompt) if is_list else [_said(USER, {"prompt": prompt}, "prompt")]
+    earlier = _messages("prompt", prompt) if is_list else [_text_message(USER, {"prompt": prompt}, "prompt")]
     chosen, rejected = ([{"role": ASSISTANT, "content": text}] for text in texts)
     return earlier, chosen, rejected
 
@@ -288,7 +289,9 @@ def _is_trained(message: Message) -> bool:
 
 def _tools(value: Any) -> list[Any] | None:
     """Return the tools in `value`, a list or its JSON text; None for no tools. Raise ValueError otherwise."""
-    tools = parse_json(value.encode()) if is_text(value) and value.strip() else value or None
+    tools = value
+    if is_text(value):
+        tools = parse_json(value.encode()) if value.strip() else None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"tools: expected a list, or the JSON text of a list, found {quoted(value)}")
     return tools or None
@@ -303,21 +306,21 @@ def _by_prompt(row: Message) -> tuple[list[Message], list[Message]]:
         raise ValueError(
             "prompt and completion: expected two texts, or two lists of messages, found one of each"
         )
-    return [_said(USER, row, "prompt")], [_said(ASSISTANT, row, "completion")]
+    return [_text_message(USER, row, "prompt")], [_text_message(ASSISTANT, row, "completion")]
 
 
 def _by_instruction(row: Message) -> tuple[list[Message], list[Message]]:
     """Return prompt and answer of Alpaca's form; an input follows the instruction after a blank line."""
-    question = _said(USER, row, "instruction")
+    question = _text_message(USER, row, "instruction")
     if row.get("input"):
-        question["content"] += "\n\n" + _said(USER, row, "input")["content"]
-    return [*_by_system(row), question], [_said(ASSISTANT, row, "output")]
+        question["content"] += "\n\n" + _text_message(USER, row, "input")["content"]
+    return [*_by_system(row), question], [_text_message(ASSISTANT, row, "output")]
 
 
 def _by_speakers(row: Message) -> tuple[list[Message], list[Message]]:
     """Return an empty prompt, and the messages of ShareGPT's form."""
     messages = []
-    for place, turn in enumerate(_listed("conversations", row["conversations"])):
+    for place, turn in enumerate(_message_list("conversations", row["conversations"])):
         label = f"conversations[{place}]"
         if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
             raise ValueError(f"{label}: expected an object with from and value, found {quoted(turn)}")
@@ -337,23 +340,23 @@ FORMS: tuple[tuple[tuple[str, ...], Callable[[Message], tuple[list[Message], lis
 
 
 def _by_system(row: Message) -> list[Message]:
-    return [_said(SYSTEM, row, "system")] if row.get("system") else []
+    return [_text_message(SYSTEM, row, "system")] if row.get("system") else []
 
 
-def _said(role: str, row: Message, key: str) -> Message:
+def _text_message(role: str, row: Message, key: str) -> Message:
     if not is_text(row[key]):
         raise ValueError(f"{key}: expected a text, found {quoted(row[key])}")
     return {"role": role, "content": row[key]}
 
 
-def _listed(key: str, value: Any) -> list[Any]:
+def _message_list(key: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{key}: expected a list of messages, found {quoted(value)}")
     return value
 
 
 def _messages(key: str, value: Any) -> list[Message]:
-    return [_message(f"{key}[{place}]", message) for place, message in enumerate(_listed(key, value))]
+    return [_message(f"{key}[{place}]", message) for place, message in enumerate(_message_list(key, value))]
 
 
 def _message(label: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
@@ -374,16 +377,18 @@ def _message(label: str, value: Any, of_role: str = "role", of_content: str = "c
         message = {THOUGHTS[1]: thoughts, **message, THOUGHTS[0]: thoughts}  # as Transformers does
     if content is None and message["role"] == ASSISTANT and {"tool_calls", "function_call"} & value.keys():
         content = ""
-    is_list = isinstance(content, list)
-    parts: Any = content if is_list else [content]
-    for part in parts:
-        text = part.get("text") if is_list and isinstance(part, dict) and part.get("type") == "text" else None
-        if not is_text(text if is_list else part):
-            raise ValueError(
-                f"{label}: {of_content}: expected a text, or parts such as "
-                f'{{"type": "text", "text": "..."}}, found {quoted(part)}'
-            )
+    _check_content(f"{label}: {of_content}", content)
     return message | {"content": content}
+
+
+def _check_content(label: str, content: Any) -> None:
+    """Raise ValueError unless a message's content is a text or a list of parts that are texts."""
+    parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not is_text(part.get("text")):
+            expected = 'expected a text, or parts such as {"type": "text", "text": "..."}'
+            value = part if isinstance(content, list) else content
+            raise ValueError(f"{label}: {expected}, found {quoted(value)}")
 
 
 def _calls(label: str, value: Any) -> list[Message]:

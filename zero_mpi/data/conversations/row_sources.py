@@ -16,11 +16,10 @@ from zero_mpi.files.open import open_file, reason
 from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text_streams import BOM, MOST, TextStream, packing_of
 
-LINES, DOCUMENT, ARROW = (".jsonl", ".ndjson"), ".json", ".arrow"  # suffixes
+DOCUMENT, ARROW = ".json", ".arrow"  # suffixes
 TABLES = {ARROW: "Arrow", ".parquet": "Parquet"}
 COLUMNS = frozenset(("messages", "conversations", "prompt", "completion", "instruction", "output", "input"))
-COLUMNS |= {"chosen", "rejected", "label"}
-EXTRA_COLUMNS = frozenset(("system", "tools"))
+COLUMNS |= {"chosen", "rejected", "label", "system", "tools"}
 HEAD = 1 << 16  # the first row of a file must begin within these bytes, so that its form is recognized
 ROWS = 64  # rows of a table that are converted together
 COLUMN = "input_ids"  # column of token ids
@@ -33,26 +32,32 @@ def pyarrow(user: str = "Arrow files") -> Any:
 
 @contextmanager
 def open_table(path: Path, kind: str = "Parquet") -> Iterator[Any]:
-    """Yield a Parquet file, or columns and batches of an Arrow file. Raise FileError if it is damaged."""
+    """Yield an open ParquetFile or ArrowFile. Raise FileError if the file is damaged."""
     library, parquet = pyarrow(f"{kind} files"), import_module("pyarrow.parquet")
     with open_file(path, f"a file of {kind}") as raw:
         try:
             file = library.PythonFile(raw, mode="r")
-            yield parquet.ParquetFile(file) if kind == "Parquet" else batches_of(library, file)
+            yield parquet.ParquetFile(file) if kind == "Parquet" else ArrowFile(library, file)
         except UsageError:
             raise
         except (OSError, ValueError, library.lib.ArrowException) as error:
             raise FileError(f"{shown(path)}: cannot be read as {kind}: {shown(reason(error), 120)}") from None
 
 
-def batches_of(library: Any, file: Any) -> tuple[list[str], Iterator[Any]]:
-    """Return columns and record batches of an Arrow file or stream. The package datasets writes both."""
-    if file.read(6) == b"ARROW1":
-        reader = library.ipc.open_file(file)
-        return reader.schema.names, map(reader.get_batch, range(reader.num_record_batches))
-    file.seek(0)
-    stream = library.ipc.open_stream(file)
-    return stream.schema.names, iter(stream)
+class ArrowFile:
+    """An Arrow file or stream, with names as in ParquetFile. The package datasets writes both kinds."""
+
+    def __init__(self, library: Any, file: Any) -> None:
+        if file.read(6) == b"ARROW1":
+            reader = library.ipc.open_file(file)
+            self.batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            self.batches = reader = library.ipc.open_stream(file)
+        self.schema_arrow = reader.schema
+
+    def iter_batches(self, _: int, columns: list[str]) -> Iterator[Any]:
+        return (batch.select(columns) for batch in self.batches)
 
 
 def suffix_of(path: Path) -> str:
@@ -69,10 +74,11 @@ def beginning(path: Path, is_enough: Callable[[bytes], object]) -> bytes:
 
 def columns_of(path: Path) -> list[str]:
     """Return a table's columns that conversations may use; an Arrow file of tokens has none of them."""
-    is_arrow = suffix_of(path) == ARROW
-    with open_table(path, TABLES[suffix_of(path)]) as table:
-        names = table[0] if is_arrow else table.schema_arrow.names
-    return [name for name in names if name in COLUMNS | EXTRA_COLUMNS and not (is_arrow and COLUMN in names)]
+    suffix = suffix_of(path)
+    with open_table(path, TABLES[suffix]) as table:
+        names = table.schema_arrow.names
+    holds_tokens = suffix == ARROW and COLUMN in names
+    return [] if holds_tokens else [name for name in names if name in COLUMNS]
 
 
 def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
@@ -83,10 +89,9 @@ def rows_of(path: Path) -> tuple[str, Iterable[bytes]]:
 
 
 def _table(path: Path) -> Iterator[Any]:
-    suffix, columns = suffix_of(path), columns_of(path)
-    with open_table(path, TABLES[suffix]) as table:
-        arrow = (full.select(columns) for full in table[1]) if suffix == ARROW else None
-        for batch in arrow or table.iter_batches(ROWS, columns=columns):
+    columns = columns_of(path)
+    with open_table(path, TABLES[suffix_of(path)]) as table:
+        for batch in table.iter_batches(ROWS, columns=columns):
             batch.validate(full=True)  # opening an Arrow file does not check its content
             for start in range(0, batch.num_rows, ROWS):
                 yield from batch.slice(start, ROWS).to_pylist()

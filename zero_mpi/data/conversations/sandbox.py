@@ -47,14 +47,14 @@ class Marks(Extension):
     def _mark(self, caller: Macro) -> str:
         environment: Any = self.environment
         text = caller()
-        environment.marked.append((environment.written, environment.written + len(text)))
+        environment.marked.append((environment.length, environment.length + len(text)))
         return text
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
     """Environment of chat templates, as Transformers sets it up.
 
-    written   number of characters rendered so far
+    length    number of characters rendered so far
     marked    (start, stop) of the text of each `generation` block
     begins    where the text of each message begins, as the last loop over the messages shows it
     """
@@ -80,29 +80,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def begin(self, variable: object) -> None:
         """Record where the text of a message begins, if `variable` is a message."""
         if id(variable) in self._places:
-            self.begins[self._places[id(variable)]] = self.written
+            self.begins[self._places[id(variable)]] = self.length
 
-    def rendered(self, template: Template, variables: dict[str, Any], most: int) -> bytes:
+    def render(self, template: Template, variables: dict[str, Any], most: int) -> bytes:
         """Return the text of a template. Raise an error if it has more than `most` characters."""
         self._places = {id(message): place for place, message in enumerate(variables["messages"])}
-        self.written, self.marked = 0, list[tuple[int, int]]()
+        self.length, self.marked = 0, list[tuple[int, int]]()
         self.begins: list[int | None] = [None] * len(variables["messages"])
         parts = list[str]()
         for part in template.generate(**variables):
             parts.append(part)
-            self.written += len(part)
-            if self.written > most:
+            self.length += len(part)
+            if self.length > most:
                 raise TemplateError(f"the text has more than {most} characters, which is the limit")
         return "".join(parts).encode()
 
     def answer(self, template: Template, request: dict[str, Any], most: int) -> dict[str, Any]:
         """Return the text, positions in it, and the text before each of `prompts` (None if it is refused)."""
         prompts, before = request.pop("prompts"), list[bytes | None]()
-        reply = {"text": self.rendered(template, request, most), "marked": self.marked, "begins": self.begins}
+        reply = {"text": self.render(template, request, most), "marked": self.marked, "begins": self.begins}
         for place in prompts:
             part = request | {"messages": request["messages"][:place], "add_generation_prompt": True}
             try:
-                before.append(self.rendered(template, part, most))
+                before.append(self.render(template, part, most))
             except Exception:  # the template may refuse a conversation that ends here
                 before.append(None)
         return reply | {"before": before}

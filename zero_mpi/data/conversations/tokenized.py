@@ -37,7 +37,7 @@ CAUTIONS = {
 }
 
 
-def described(of: Facts) -> str:
+def description(of: Facts) -> str:
     """Return a text with the counts of one row or of many rows."""
     bos = f"bos in {of['bos']:,}" if of["conversations"] else "with bos" if of["bos"] else "no bos"
     text = f"{of['tokens']:,} tokens, {of['counted']:,} counted, {bos}, "
@@ -53,12 +53,12 @@ class Totals:
         self.sums, self.longest, self.first = Facts(), 0, ""
 
     def add(self, name: str, facts: Facts) -> None:
-        self.first = self.first or f"{shown(name)}: {described(facts)}"
+        self.first = self.first or f"{shown(name)}: {description(facts)}"
         self.longest = max(self.longest, facts["tokens"])
         self.sums.update(facts, conversations=1, left_out=int(not facts["counted"]))
 
     def remarks(self) -> list[str]:
-        total = f"conversations: {self.sums['conversations']:,}, {described(self.sums)}"
+        total = f"conversations: {self.sums['conversations']:,}, {description(self.sums)}"
         return [total, f"first conversation: {self.first}"]
 
     def cautions(self) -> list[str]:
@@ -119,13 +119,14 @@ class ConversationReader:
         bos: int | None = None,
         inputs: TemplateInputs = NO_INPUTS,
     ) -> None:
-        self._tokenizer, self._all, self._bos, self._system = tokenizer, loss_on == ALL, bos, inputs.system
+        self._tokenizer, self._counts_all = tokenizer, loss_on == ALL
+        self._bos, self._system = bos, inputs.system
         spelt = GGUFKeys(tokenizer.metadata()).texts(TOKENS) or []
         self._is_end = np.isin(np.arange(tokenizer.vocab_size), list(tokenizer.ends))
         ends = [spelt[place] for place in tokenizer.ends]
-        self._finder = self._for_tools = AnswerFinder(template_of(tokenizer, inputs), ends)
+        self._finder = self._tools_finder = AnswerFinder(template_of(tokenizer, inputs), ends)
         if TOOL_USE in tokenizer.metadata():
-            self._for_tools = AnswerFinder(template_of(tokenizer, inputs, TOOL_USE), ends)
+            self._tools_finder = AnswerFinder(template_of(tokenizer, inputs, TOOL_USE), ends)
 
     def read(self, files: Files, bad: BadRows | None = None) -> Iterator[TokenizedConversation]:
         """Yield the conversations of files in order. Raise FileError, which names the line, or UsageError.
@@ -133,7 +134,7 @@ class ConversationReader:
         Invalid rows are added to `bad`, if it is given.
         """
         rows = (read_conversations(name, path, self.render, bad) for name, path in files)
-        yield from self._encoded(chain.from_iterable(rows))
+        yield from self._encode(chain.from_iterable(rows))
 
     def read_pairs(
         self, files: Files, bad: BadRows | None = None, labels: bool = False
@@ -146,17 +147,17 @@ class ConversationReader:
         parse = partial(one_pair, labels=labels)
         rows = (read_conversations(name, path, make, bad, parse) for name, path in files)
         pairs, rendered = tee(chain.from_iterable(rows))
-        encoded = self._encoded(side for pair in rendered for side in pair if side is not None)
+        encoded = self._encode(side for pair in rendered for side in pair if side is not None)
         for pair in pairs:
             yield [None if side is None else next(encoded) for side in pair]
 
-    def _encoded(self, rendered: Iterable[RenderedConversation]) -> Iterator[TokenizedConversation]:
+    def _encode(self, rendered: Iterable[RenderedConversation]) -> Iterator[TokenizedConversation]:
         for group in in_groups(rendered, lambda row: len(row.text), GROUP):
             encoded = self._tokenizer.encode_with_lengths([row.text for row in group])
             for row, (ids, lengths) in zip(group, encoded, strict=True):
-                yield self._marked(row, ids, lengths)
+                yield self._mark(row, ids, lengths)
 
-    def _marked(
+    def _mark(
         self, row: RenderedConversation, ids: NDArray[np.unsignedinteger[Any]], lengths: NDArray[np.int64]
     ) -> TokenizedConversation:
         """Return a conversation whose answer tokens are marked. `lengths` (n,): bytes of each token.
@@ -175,9 +176,9 @@ class ConversationReader:
                 counted[np.searchsorted(ends, start, "right") : np.searchsorted(begins, stop)] = True
         if len(with_bos(ids, self._bos)) > len(ids):
             ids, lengths = with_bos(ids, self._bos), np.insert(lengths, 0, 0)
-            counted = np.insert(counted, 0, self._all)
+            counted = np.insert(counted, 0, self._counts_all)
         turns = np.flatnonzero(counted & ~np.append(False, counted[:-1]))
-        turns = turns[:1] if self._all else turns  # with --loss-on all, the row is a single segment
+        turns = turns[:1] if self._counts_all else turns  # with --loss-on all, the row is a single segment
         ended = np.add.reduceat(self._is_end[ids] & counted, turns) if turns.size else turns
         bos = int(ids[:1].tolist() == [self._tokenizer.bos])
         row.facts.update({"tokens": len(ids), "counted": int(counted.sum())}, bos=bos, turns=turns.size)
@@ -191,16 +192,16 @@ class ConversationReader:
         tools = conversation.tools
         silent = sum(place >= conversation.answers for place in conversation.silent)
         facts = Facts(silent=silent, tools=int(tools is not None), unwritten=0, unread=0)
-        finder = self._finder if tools is None else self._for_tools
+        finder = self._finder if tools is None else self._tools_finder
         with finder.template.sharing_time():
-            text, spans = finder.find(conversation, silent=self._all)
+            text, spans = finder.find(conversation, silent=self._counts_all)
             if tools is not None:
                 facts["unread"] = int(not finder.reads_tools(conversation, text))
-        if not self._all:
+        if self._counts_all:  # all text before, between and after the silent turns
+            borders = [0, *chain.from_iterable(spans), len(text)]
+            spans = list(zip(borders[::2], borders[1::2], strict=True))
+        else:
             facts["unwritten"] = max(0, len(conversation.turns) - sum(a < b for a, b in spans))
-        if self._all:  # all text before, between and after the silent turns
-            starts, stops = [0, *(stop for _, stop in spans)], [*(start for start, _ in spans), len(text)]
-            spans = list(zip(starts, stops, strict=True))
         return RenderedConversation(conversation.name, text, spans, facts)
 
 

@@ -9,11 +9,13 @@ its threads. The ids are always the same as those of the full text.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from zero_mpi.data.documents import in_groups
 from zero_mpi.data.tokenizers import gguf_tokenizer as gguf
 from zero_mpi.data.tokenizers.byte import Ids, Lengths, byte_characters
 from zero_mpi.data.tokenizers.huggingface_rules import FLAGS, Rules, normalizer_of, tokenizers
@@ -45,30 +47,32 @@ class BPETokenizer(gguf.GGUFTokenizer):
         self.usually_adds_bos = self.pre.add_bos
         super().__init__(metadata, place)
         self.merges = _merges(self._keys, self.ids)
-        groups = self.ids_in_text().items() if self.rules.cut else ()
-        self._normalized = {special: self.rules.spellings(ids, normalized=True) for special, ids in groups}
+        groups = self.ids_in_text().items() if self.rules.changes_cuts else ()
+        self._finders = {special: self.rules.spellings(ids, normalized=True) for special, ids in groups}
         tokenizers()  # raises an error on all ranks now, instead of on rank 0 later
 
     def spellings(self, ids: Mapping[str, int]) -> Spellings:
-        return self.rules.spellings(ids, normalized=False) if self.rules.cut else super().spellings(ids)
+        if not self.rules.changes_cuts:
+            return super().spellings(ids)
+        return self.rules.spellings(ids, normalized=False)
 
     def cut(self, text: str, special: bool, sizes: list[int] | None = None) -> gguf.Parts:
         parts = super().cut(text, special, sizes)
-        if not self.rules.cut:
+        if not self.rules.changes_cuts:
             return parts
-        finder, spelt = self._normalized[special], list[int | str]()
+        finder, spelt = self._finders[special], list[int | str]()
         for part in parts:
-            spelt += [part] if isinstance(part, int) else finder.cut(self.rules.normalized(part))
+            spelt += [part] if isinstance(part, int) else finder.cut(self.rules.normalize(part))
         return [part for part in spelt if part != ""]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
-        if not self.rules.cut:
+        if not self.rules.changes_cuts:
             return super().encode_with_lengths(documents)
         texts = [gguf.as_text(data) for data in documents]  # the library finds the bytes of each id
         encodings = self.library.encode_batch(texts, add_special_tokens=False)
-        return [self._aligned(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
+        return [self._align(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
 
-    def _aligned(self, text: str, encoding: Any) -> tuple[Ids, Lengths]:
+    def _align(self, text: str, encoding: Any) -> tuple[Ids, Lengths]:
         """Return the library's ids of a text, and how many of the text's bytes each id covers."""
         ids = np.array(encoding.ids, np.uint32)
         bytes_at = np.cumsum([0, *(len(letter.encode()) for letter in text)])
@@ -104,19 +108,14 @@ class BPETokenizer(gguf.GGUFTokenizer):
 
     def _words(self, texts: Sequence[str]) -> Iterator[NDArray[np.integer[Any]]]:
         """Yield the ids of each text. Texts are encoded in groups with a limited number of characters."""
-        start = 0
-        while start < len(texts):
-            stop, size = start, 0
-            while stop < len(texts) and size < _BATCH and len(texts[stop]) <= 4 * _WINDOW:
-                size += len(texts[stop])
-                stop += 1
-            if stop > start:
-                yield from self.run_batch(texts[start:stop], self._encoded)
+        for is_long, group in groupby(texts, lambda text: len(text) > 4 * _WINDOW):
+            if is_long:
+                yield from (np.concatenate(list(self._by_windows(text))) for text in group)
             else:
-                yield np.concatenate(list(self._by_windows(texts[start])))
-            start = max(stop, start + 1)
+                for batch in in_groups(group, len, _BATCH):
+                    yield from self.run_batch(batch, self._encode_words)
 
-    def _encoded(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+    def _encode_words(self, texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
         encodings = self._encoder.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 

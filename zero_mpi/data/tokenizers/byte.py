@@ -109,7 +109,7 @@ class ByteTokenizer(Tokenizer):
 
     def encode_batch(self, documents: Sequence[bytes | str], *, special: bool = False) -> list[Ids]:
         if not special:
-            return [np.frombuffer(_raw(data), np.uint8).astype(np.uint16) for data in documents]
+            return [np.frombuffer(raw_bytes(data), np.uint8).astype(np.uint16) for data in documents]
         return [np.concatenate([_ids(part) for part in _cut(data)]) for data in documents]
 
     def encode_with_lengths(self, documents: Sequence[bytes | str]) -> list[tuple[Ids, Lengths]]:
@@ -123,10 +123,7 @@ class ByteTokenizer(Tokenizer):
         return self.encode(text, special=True) if text else np.array([self.eos], np.uint16)
 
     def decode(self, ids: ArrayLike) -> bytes:
-        flat = np.asarray(ids).ravel()
-        invalid = flat[(flat < 0) | (flat >= self.vocab_size)]
-        if invalid.size:
-            raise ValueError(f"id {invalid[0]} is outside the byte vocabulary of {self.vocab_size}")
+        flat = flat_ids(ids, self.vocab_size, "byte vocabulary")
         return flat[flat < _BYTES].astype(np.uint8).tobytes()
 
     def metadata(self) -> dict[str, object]:
@@ -154,13 +151,22 @@ class ByteTokenizer(Tokenizer):
         return keys.text(TOKENIZER) == _MODEL and keys.texts(TOKENS) == cls().metadata()[TOKENS]
 
 
-def _raw(data: bytes | str) -> bytes:
+def flat_ids(ids: ArrayLike, vocab: int, label: str = "vocabulary") -> NDArray[Any]:
+    """Return ids (n,) in C order. Raise ValueError for an id outside the vocabulary."""
+    flat = np.asarray(ids).ravel()
+    invalid = flat[(flat < 0) | (flat >= vocab)]
+    if invalid.size:
+        raise ValueError(f"id {invalid[0]} is outside the {label} of {vocab}")
+    return flat
+
+
+def raw_bytes(data: bytes | str) -> bytes:
     return data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
 
 
 def _cut(data: bytes | str) -> list[int | str]:
     """Return the ids of control tokens spelt in `data`, and the text between them, one letter per byte."""
-    return _SPELLINGS.cut(_raw(data).decode("latin-1"))
+    return _SPELLINGS.cut(raw_bytes(data).decode("latin-1"))
 
 
 def _ids(part: int | str) -> NDArray[np.uint16]:
@@ -187,23 +193,23 @@ def with_bos(ids: NDArray[Any], bos: int | None) -> NDArray[Any]:
 
 
 class TextReader:
-    """Reader of texts. `asked`: value of --control-tokens, PARSE or PLAIN; None: the flag is not given.
+    """Reader of texts. `setting`: value of --control-tokens, PARSE or PLAIN; None: the flag is not given.
 
     Without the flag, control tokens are read as with PLAIN and counted for `notes`. Text that a template
     wrote is always read with PARSE.
     """
 
-    def __init__(self, tokenizer: Tokenizer, asked: str | None = None) -> None:
-        self.tokenizer, self.asked, self.parses = tokenizer, asked, asked == PARSE
+    def __init__(self, tokenizer: Tokenizer, setting: str | None = None) -> None:
+        self.tokenizer, self.setting, self.parses = tokenizer, setting, setting == PARSE
         self.spelt = Counter[str]()
 
     def anew(self) -> TextReader:
         """Return another reader with the same settings, whose counts begin at zero."""
-        return TextReader(self.tokenizer, self.asked)
+        return TextReader(self.tokenizer, self.setting)
 
     def encode(self, texts: Sequence[bytes | str]) -> list[Ids]:
         """Return the ids (n,) of each text, uint16 or uint32, without bos and eos."""
-        if self.asked is None:
+        if self.setting is None:
             self.spelt += self.tokenizer.spelt(texts)
         return self.tokenizer.encode_batch(texts, special=self.parses)
 

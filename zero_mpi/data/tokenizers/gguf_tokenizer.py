@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from zero_mpi.data.encoded_cache import Batches
-from zero_mpi.data.tokenizers.byte import Ids, Lengths, Tokenizer
+from zero_mpi.data.tokenizers.byte import Ids, Lengths, Tokenizer, flat_ids, raw_bytes
 from zero_mpi.data.tokenizers.spellings import Spellings
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show
@@ -58,8 +58,8 @@ class GGUFTokenizer(Tokenizer):
         self.tokens = _tokens(self._keys, self.longest)
         self.ids = {token: place for place, token in enumerate(self.tokens)}
         self.vocab_size = len(self.tokens)
-        self.given_types = self._keys.integers(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
-        pairs = zip(self.tokens, self.given_types, strict=True)
+        self.file_types = self._keys.integers(TYPES, self.vocab_size) or [NORMAL] * self.vocab_size
+        pairs = zip(self.tokens, self.file_types, strict=True)
         self.types = [CONTROL if token in _ENDS else kind for token, kind in pairs]
         self.bos, self.eos = self.special_id("bos"), self.special_id("eos")
         flag = self._keys.flag(KEY + "add_bos_token")
@@ -108,11 +108,7 @@ class GGUFTokenizer(Tokenizer):
         return self._array(np.array(first + ids or fallback, np.int64))
 
     def decode(self, ids: ArrayLike) -> bytes:
-        flat = np.asarray(ids).ravel()
-        invalid = flat[(flat < 0) | (flat >= self.vocab_size)]
-        if invalid.size:
-            raise ValueError(f"id {invalid[0]} is outside the vocabulary of {self.vocab_size}")
-        numbers = flat.tolist()
+        numbers = flat_ids(ids, self.vocab_size).tolist()
         spellings = {i: self.spelling(self.tokens[i], self.types[i]) for i in set(numbers)}
         return b"".join([spellings[i] for i in numbers])
 
@@ -180,7 +176,7 @@ def run_by(tokenizer: Tokenizer, batches: Batches) -> Tokenizer:
 
 def as_text(data: bytes | str) -> str:
     """Return `data` as text, in which U+FFFD replaces every byte that is not valid UTF-8."""
-    raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+    raw = raw_bytes(data)
     try:
         return raw.decode()
     except UnicodeDecodeError:

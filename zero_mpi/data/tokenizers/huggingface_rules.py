@@ -34,8 +34,8 @@ _WHITE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map
 class Rules:
     """The rules in a tokenizer's keys. Raises FileError if the rules are invalid.
 
-    flags   token -> flags of an added token
-    cut     whether the rules change which tokens are cut out of a text
+    flags          token -> flags of an added token
+    changes_cuts   whether the rules change which tokens are cut out of a text
     """
 
     def __init__(self, keys: GGUFKeys) -> None:
@@ -48,7 +48,7 @@ class Rules:
             check_normalizer(self.normalizer)
         except (ValueError, AttributeError, TypeError) as error:
             raise keys.fault(RULES, f"rules of a Hugging Face tokenizer ({shown(str(error), 100)})") from None
-        self.cut = bool(self.flags) or self.normalizer is not None
+        self.changes_cuts = bool(self.flags) or self.normalizer is not None
         self._is_local = kinds_of(self.normalizer) <= _LOCAL
 
     def splitting(self, pre: PreTokenizer) -> PreTokenizer:
@@ -57,7 +57,7 @@ class Rules:
         merges = pre.ignore_merges if self._ignore_merges is None else bool(self._ignore_merges)
         return pre._replace(regexes=regexes, ignore_merges=merges)
 
-    def normalized(self, text: str) -> str:
+    def normalize(self, text: str) -> str:
         """Return a text, normalized as the rules say."""
         kind = None if self.normalizer is None else self.normalizer["type"]
         if kind is None or (kind in _FORMS and unicodedata.is_normalized(kind, text)):
@@ -74,7 +74,7 @@ class Rules:
         """Return a finder of the added tokens with this value of the flag `normalized`."""
         tokens = dict[str, str]()
         for token in (t for t in ids if ("normalized" in self.flags.get(t, ())) == normalized):
-            spelling = self.normalized(token) if normalized else token
+            spelling = self.normalize(token) if normalized else token
             is_lost = "lstrip" in self.flags.get(token, ()) and not spelling.strip(_WHITE)
             if not spelling or spelling in tokens or is_lost:
                 raise UsageError(

@@ -153,11 +153,9 @@ def _regexes(steps: list[Any]) -> tuple[str, ...] | None:
     *splits, last = steps or [None]
     if not _is(last, "ByteLevel") or last.get("add_prefix_space", True):
         return None
-    regexes = [_regex(step) for step in splits]
-    if None in regexes:
-        return None
+    regexes = [regex for step in splits if (regex := _regex(step)) is not None]
     builtin = [GPT2] if last.get("use_regex", True) else []
-    return tuple([regex for regex in regexes if regex is not None] + builtin)
+    return (*regexes, *builtin) if len(regexes) == len(splits) else None
 
 
 def _regex(step: Any) -> str | None:

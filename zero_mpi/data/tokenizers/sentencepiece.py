@@ -49,7 +49,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         self.unknown = self.special_id("unknown")
 
     @abstractmethod
-    def prepared(self, text: str) -> str:
+    def prepare(self, text: str) -> str:
         """Return a text between special tokens with the spelling and the spaces that the class requires."""
 
     @abstractmethod
@@ -68,14 +68,14 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         """Return the ids of each document. The documents form one text, and threads encode pieces of it."""
         end = self.vocab_size  # marks the end of each document
         parts = [part for document in documents for part in (*document, end)]
-        texts = ["\0" if isinstance(part, int) else self.prepared(part) for part in parts]
+        texts = ["\0" if isinstance(part, int) else self.prepare(part) for part in parts]
         letters = np.frombuffer("".join(texts).encode("utf-32-le"), np.int32).copy()
         tokens = np.array([part if isinstance(part, int) else FREE for part in parts], np.int32)
         places = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))[tokens != FREE] - 1
         letters[places] = -1 - tokens[tokens != FREE]  # -1 - id replaces a token that was cut out of the text
         pieces = self._pieces(letters)
         batches = (pieces[first : first + _BATCH] for first in range(0, len(pieces), _BATCH))
-        ids = np.concatenate([row for batch in batches for row in self.run_batch(batch, self._segmented)])
+        ids = np.concatenate([row for batch in batches for row in self.run_batch(batch, self._segment_batch)])
         stops = np.flatnonzero(ids == end).tolist()
         return [ids[start + 1 : stop] for start, stop in pairwise([-1, *stops])]
 
@@ -93,7 +93,7 @@ class SentencePieceTokenizer(gguf.GGUFTokenizer):
         """True if no token crosses the beginning of a word."""
         return not any(_SEAM.search(token) for token in self.tokens)
 
-    def _segmented(self, pieces: Sequence[Letters]) -> list[NDArray[np.integer[Any]]]:
+    def _segment_batch(self, pieces: Sequence[Letters]) -> list[NDArray[np.integer[Any]]]:
         threads = min(environment.within_quota(environment.cores()), len(pieces))
         if threads == 1:
             return [self.segment(piece) for piece in pieces]
@@ -138,7 +138,7 @@ class MergeTokenizer(SentencePieceTokenizer):
         standing = {t for t, kind in zip(self.tokens, self.types, strict=True) if kind in gguf.STANDING}
         return frozenset(standing - {"<unk>", "<s>", "<|endoftext|>"})
 
-    def prepared(self, text: str) -> str:
+    def prepare(self, text: str) -> str:
         return (" " + text if self.adds_space else text).replace(" ", SPACE)
 
     def segment(self, letters: Letters) -> NDArray[np.int32]:
@@ -217,9 +217,9 @@ class UnigramTokenizer(SentencePieceTokenizer):
             if longest > MOST_SPELT:
                 raise self._keys.fault(CHARSMAP, f"spellings of at most {MOST_SPELT} bytes, not {longest:,}")
 
-    def prepared(self, text: str) -> str:
+    def prepare(self, text: str) -> str:
         """Return a text normalized by the charsmap, with spaces added or removed as the file says."""
-        text = self._respelt(text)
+        text = self._respell(text)
         if self.removes_spaces:
             return "".join([SPACE + word for word in text.split(" ") if word])
         bare = text.lstrip(" ")
@@ -242,7 +242,7 @@ class UnigramTokenizer(SentencePieceTokenizer):
     def _trie(self) -> tuple[PairTable, NDArray[np.int32]]:
         """The table that maps a node and a letter to the next node, and the token of each last node."""
         types = (gguf.NORMAL, gguf.USER_DEFINED, gguf.UNUSED)
-        kinds = zip(self.ids.items(), self.given_types, strict=True)
+        kinds = zip(self.ids.items(), self.file_types, strict=True)
         nodes, ends = trie(dict(pair for pair, kind in kinds if kind in types))
         tokens = np.full(len(nodes) + 1, FREE, np.int32)
         tokens[list(ends)] = list(ends.values())
@@ -252,14 +252,14 @@ class UnigramTokenizer(SentencePieceTokenizer):
     @cached_property
     def _wide_scores(self) -> NDArray[np.float64]:
         """Scores (V,); user-defined tokens have 0, which makes them more likely than all others."""
-        return np.where(np.array(self.given_types) == gguf.USER_DEFINED, 0.0, self.scores.astype(np.float64))
+        return np.where(np.array(self.file_types) == gguf.USER_DEFINED, 0.0, self.scores.astype(np.float64))
 
     @cached_property
     def _unknown_score(self) -> float:
-        normal = self.scores[np.array(self.given_types) == gguf.NORMAL]
+        normal = self.scores[np.array(self.file_types) == gguf.NORMAL]
         return float((normal.min() if normal.size else np.float32(0)) - _UNKNOWN_BELOW)
 
-    def _respelt(self, text: str) -> str:
+    def _respell(self, text: str) -> str:
         from zero_mpi.data.tokenizers import segmentation
 
         if not len(self._nodes):

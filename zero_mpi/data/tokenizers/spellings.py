@@ -47,7 +47,7 @@ class Spellings:
         places = defaultdict[int, list[int]](list)
         for start, rank in self.longest(text):
             places[rank].append(start)
-        return sorted(self._taken(text, places)) if places else []
+        return sorted(self._select(text, places)) if places else []
 
     def longest(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield (place, rank of the longest token that begins there), backwards from the text's end."""
@@ -65,7 +65,7 @@ class Spellings:
             if ranks[node] >= 0:
                 yield len(text) - at, ranks[node]
 
-    def _taken(self, text: str, places: defaultdict[int, list[int]]) -> Iterator[Span]:
+    def _select(self, text: str, places: defaultdict[int, list[int]]) -> Iterator[Span]:
         """Yield (start, stop, token) of the tokens to cut out. `places`: rank -> where that token begins."""
         mask, ranks = bytearray(len(text) + 1), [*places]  # one byte per character; the last byte stays 0
         heapify(ranks)
@@ -84,7 +84,7 @@ class Spellings:
                 else:
                     shorter = rank
                     while shorter >= 0 and len(self.tokens[shorter]) > covered - start:
-                        shorter = self._shorter[shorter]
+                        shorter = self._prefixes[shorter]
                     if shorter >= 0 and shorter not in places:
                         heappush(ranks, shorter)
                     places[shorter].append(start)
@@ -97,7 +97,7 @@ class Spellings:
                 yield start, stop, token
 
     @cached_property
-    def _shorter(self) -> list[int]:
+    def _prefixes(self) -> list[int]:
         """For each token, the rank of the longest other token that is a prefix of it; -1 if there is none."""
         prefixes, outer = [-1] * len(self.tokens), list[int]()
         for token, rank in sorted((token, rank) for rank, token in enumerate(self.tokens)):

@@ -26,12 +26,13 @@ from zero_mpi.files.parse import parse_json
 from zero_mpi.files.text_streams import is_text
 
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
+_CONFIG, _MODEL_CONFIGS = "tokenizer_config", ("config", "generation_config")  # files in the same folder
 _WAY_OUT = "use token files for --data (1-D .npy)"
 _MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes: a tokenizer.json, other files in its folder
 _MOST_TEMPLATES, _MOST_NAME = 32, 99  # limits: templates of a folder, characters of a template's name
 _GAP = 1 << 16  # maximum number of ids of a model beyond twice the number of tokens
-_SPELLED = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
-_WITHOUT_KEY = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
+_TYPE_NAMES = {list: "a list", dict: "an object", str: "a text", bool: "true or false", int: "a whole number"}
+_UNSUPPORTED = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
 
 def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPETokenizer:
@@ -44,7 +45,7 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
     path = Path(path)
     content = _read(path, _MOST)
     model = _byte_level(path, content)
-    added = _added(path, content)
+    added = _added_tokens(path, content)
     tokens, types = _vocabulary(path, model, added, vocab_size)
     pre, splitting = name_of(content.get("pre_tokenizer"), bool(model.get("ignore_merges")), str(path))
     flags = {token["content"]: [flag for flag in FLAGS if token.get(flag)] for token in added}
@@ -53,14 +54,14 @@ def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPET
         KEY + "pre": pre,
         KEY + "tokens": tokens,
         KEY + "token_type": np.array(types, np.int32),
-        KEY + "merges": [_merge(path, merge) for merge in _given(path, model, "merges", list) or []],
+        KEY + "merges": [_merge(path, merge) for merge in _value(path, model, "merges", list) or []],
         **rules_json(flags, content.get("normalizer"), splitting),
         **_special(path, content, added),
         **_chat_template(path),
     }
     place = f"{path}: as a model file"
     tokenizer = BPETokenizer(metadata, place)
-    lists = (_sibling(path, name).get("eos_token_id") for name in ("config", "generation_config"))
+    lists = (_sibling(path, file).get("eos_token_id") for file in _MODEL_CONFIGS)
     listed = [end for ends in lists if isinstance(ends, list) for end in ends if type(end) is int]
     ends = [end for end in dict.fromkeys(listed) if 0 <= end < len(tokens) and end not in tokenizer.ends]
     keys = {f"{KEY}{name}_token_id": np.uint32(end) for name, end in zip(("eot", "eom"), ends, strict=False)}
@@ -123,17 +124,17 @@ def _sibling(path: Path, name: str) -> dict[str, Any]:
     return _read(file, _MOST_SIBLING) if os.path.lexists(file) else {}
 
 
-def _given(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> Any:
+def _value(path: Path, content: Mapping[str, Any], name: str, *kinds: type) -> Any:
     """Return the value of `name` if it has one of these types; None if missing; else raise UsageError."""
     value = content.get(name)
     if value is not None and type(value) not in kinds:
-        names = " or ".join(_SPELLED[kind] for kind in kinds)
+        names = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
         raise UsageError(f"{path}: {name}: expected {names}, found {shown(value, 60)}")
     return value
 
 
-def _by_config(path: Path, name: str, *kinds: type) -> Any:
-    return _given(path.with_name("tokenizer_config.json"), _sibling(path, "tokenizer_config"), name, *kinds)
+def _sibling_value(path: Path, file: str, name: str, *kinds: type) -> Any:
+    return _value(path.with_name(f"{file}.json"), _sibling(path, file), name, *kinds)
 
 
 def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
             f"{path}: expected a tokenizer.json with a byte-level BPE, found the model {quoted(kind)}: "
             + _WAY_OUT
         )
-    problem = next((f"{name} {shown(model[name], 100)}" for name in _WITHOUT_KEY if model.get(name)), "")
+    problem = next((f"{name} {shown(model[name], 100)}" for name in _UNSUPPORTED if model.get(name)), "")
     try:
         check_normalizer(content.get("normalizer"))
     except ValueError as error:
@@ -157,12 +158,12 @@ def _byte_level(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
-def _added(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
+def _added_tokens(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the added tokens. Raise UsageError unless they are objects. As in Transformers, tokens of
     tokenizer_config.json are added too, and they replace tokens with the same text.
     """
-    tokens = _given(path, content, "added_tokens", list) or []
-    by_id = _by_config(path, "added_tokens_decoder", dict) or {}
+    tokens = _value(path, content, "added_tokens", list) or []
+    by_id = _sibling_value(path, _CONFIG, "added_tokens_decoder", dict) or {}
     for token in (*tokens, *by_id.values()):
         if not isinstance(token, dict):
             raise UsageError(f"{path}: added_tokens: expected objects, found {shown(token, 60)}")
@@ -199,13 +200,10 @@ def _vocabulary(
             f"{path}: expected a tokenizer for a vocabulary of {vocab_size}, found {size} tokens"
         )
     control = {token["id"] for token in added if token.get("special") or _looks_special(token["content"])}
-    tokens, types = list[str](), list[int]()
-    for place in range(vocab_size or size):
-        filled = place in vocabulary or place in extra
-        tokens.append(extra.get(place, vocabulary.get(place, f"[PAD{place}]")))
-        kind = CONTROL if place in control else USER_DEFINED if place in extra else NORMAL
-        types.append(kind if filled else UNUSED)
-    return tokens, types
+    tokens, places = vocabulary | extra, range(vocab_size or size)
+    types = dict.fromkeys(vocabulary, NORMAL) | dict.fromkeys(extra, USER_DEFINED)
+    types |= dict.fromkeys(control, CONTROL)
+    return [tokens.get(n, f"[PAD{n}]") for n in places], [types.get(n, UNUSED) for n in places]
 
 
 def _by_id(path: Path, pairs: Iterable[tuple[Any, Any]]) -> dict[int, str]:
@@ -236,37 +234,38 @@ def _merge(path: Path, merge: object) -> str:
 
 def _special(path: Path, content: dict[str, Any], added: list[dict[str, Any]]) -> dict[str, object]:
     """Return the GGUF keys of special tokens, found in tokenizer_config.json or the model's config files."""
-    ids, first = {token["content"]: token["id"] for token in reversed(added)}, None
-    post = content.get("post_processor")
-    for step in _list(post.get("processors", [post])) if isinstance(post, dict) else []:
-        single = _list(step.get("single")) if isinstance(step, dict) else []
-        head = single[0].get("SpecialToken") if len(single) > 1 and isinstance(single[0], dict) else None
-        if isinstance(head, dict):
-            first = _content(head.get("id"))  # the post-processor puts this token before each text
-            break
-    texts = {name: _content(_by_config(path, f"{name}_token", str, dict)) for name in _NAMES}
-    if not _sibling(path, "tokenizer_config"):
+    ids = {token["content"]: token["id"] for token in reversed(added)}
+    first = _first_token(content.get("post_processor"))
+    texts = {name: _content(_sibling_value(path, _CONFIG, f"{name}_token", str, dict)) for name in _NAMES}
+    if not _sibling(path, _CONFIG):
         texts["bos"] = first
     keys: dict[str, object] = {KEY + "add_space_prefix": False}
     for hf, gguf in _NAMES.items():
-        fields = [
-            _given(path.with_name(f"{file}.json"), _sibling(path, file), f"{hf}_token_id", int, list)
-            for file in ("config", "generation_config")
-        ]
+        fields = [_sibling_value(path, file, f"{hf}_token_id", int, list) for file in _MODEL_CONFIGS]
         candidates = (ids.get(texts[hf]), *((_list(field) or [field])[0] for field in fields))
         numbers = [place for place in candidates if type(place) is int and 0 <= place < 1 << 32]
         if numbers:
             keys[f"{KEY}{gguf}_token_id"] = np.uint32(numbers[0])
     for name, is_first in {"bos": first is not None and first == texts["bos"], "eos": False}.items():
-        flag = _by_config(path, f"add_{name}_token", bool)
+        flag = _sibling_value(path, _CONFIG, f"add_{name}_token", bool)
         adds = is_first if flag is None else flag
         keys[f"{KEY}add_{name}_token"] = adds and f"{KEY}{name}_token_id" in keys
     return keys
 
 
+def _first_token(post: Any) -> str | None:
+    """Return the special token that a post-processor puts before each text, or None."""
+    for step in _list(post.get("processors", [post])) if isinstance(post, dict) else []:
+        single = _list(step.get("single")) if isinstance(step, dict) else []
+        head = single[0].get("SpecialToken") if len(single) > 1 and isinstance(single[0], dict) else None
+        if isinstance(head, dict):
+            return _content(head.get("id"))
+    return None
+
+
 def _chat_template(path: Path) -> dict[str, object]:
     """Return GGUF key -> template. As in Transformers, template files override tokenizer_config.json."""
-    field = _by_config(path, "chat_template", str, list)
+    field = _sibling_value(path, _CONFIG, "chat_template", str, list)
     specs = field if isinstance(field, list) else [{"name": "default", "template": field}]
     templates = {str(spec.get("name")): spec.get("template") for spec in specs if isinstance(spec, dict)}
     paths = sorted(path.with_name("additional_chat_templates").glob("*.jinja"))[:_MOST_TEMPLATES]
