@@ -265,7 +265,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
         folders.remove_tree(old)
 
     steps, skipped, scale = optimizer.steps, optimizer.skipped, module.loss_scale
-    counts: dict[str, Any] = {"scale_exponent": scale.recorded, "scale_steps": scale.good_steps}
+    counts: dict[str, Any] = {"scale_exponent": scale.stored_exponent, "scale_steps": scale.good_steps}
     progress = TrainingProgress(steps + skipped, skipped=skipped, updates=steps, **counts)
     parts, facts = parts_of(optimizer, description), (progress, description)
     try:

@@ -36,12 +36,11 @@ class GradAccum(Accumulator):
             return rounds, {"the number of micro-batches": rounds.micro_batches}
 
         super().__init__(module, agreed(module.comm, "this GradAccum", prepare))
-        self.begin()
 
     def begin(self) -> None:
         super().begin()
-        self._since = self.module.forgotten  # value of the module's `forgotten` when the step began
-        self._inside = False  # True during a round, and after an error in a round
+        self._clears_at_start = self.module.forgotten  # value of the module's `forgotten` when the step began
+        self._in_round = False  # True during a round, and after an error in a round
 
     @property
     def complete(self) -> bool:
@@ -50,7 +49,7 @@ class GradAccum(Accumulator):
     @property
     def _next_round(self) -> int:
         """Number of the next round: 0 if the previous step is complete or its gradients were cleared."""
-        return 0 if self.complete or self._since != self.module.forgotten else self.round
+        return 0 if self.complete or self._clears_at_start != self.module.forgotten else self.round
 
     @property
     def next_micro_batch(self) -> int | None:
@@ -126,9 +125,9 @@ class GradAccum(Accumulator):
         """Run a round. It begins a step if the previous one is complete or its gradients were cleared."""
         if self._next_round == 0:
             self.begin()
-        self._inside = True
+        self._in_round = True
         loss = super().run_round(work)
-        self._inside = False
+        self._in_round = False
         return loss
 
     def total_loss(self) -> float:
@@ -148,14 +147,14 @@ class GradAccum(Accumulator):
 
     def _check_ready(self) -> None:
         """Raise ValueError unless another round may begin."""
-        if self._since != self.module.forgotten:
+        if self._clears_at_start != self.module.forgotten:
             return
         if self.complete:
             raise ValueError(
                 f"accumulate: all {len(self.rounds)} rounds of this step are done; call ShardedAdamW.step "
                 "(or GradAccum.reset, to discard them) before the next step"
             )
-        if self._inside:
+        if self._in_round:
             raise ValueError(
                 f"accumulate: round {self.round} of {len(self.rounds)} ended in an error; call "
                 "GradAccum.reset on all ranks to discard this step, then repeat it from its first round"

@@ -305,7 +305,7 @@ class ShardedModule(engine.ShardedModule):
     @property
     def replicated_memory_bytes(self) -> int:
         """Bytes of parameters that a rank would keep without sharding."""
-        return sum(unit.parameters.nbytes_whole for unit in self.units)
+        return sum(unit.parameters.nbytes_full for unit in self.units)
 
 
 class DDP(ShardedModule):
@@ -359,7 +359,7 @@ class ExternalGradients(MicroBatch):
 
     def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)
-        self._external, self._added, self.is_idle = gradients or {}, set[int](), False
+        self._by_name, self._added_units, self.is_idle = gradients or {}, set[int](), False
 
     def backward(self, stage: int) -> None:
         """Add the gradients of all units that the stage uses; a unit is reduced after its last stage."""
@@ -369,13 +369,13 @@ class ExternalGradients(MicroBatch):
         self._add(turn.adds)
 
     def _add(self, numbers: Indices) -> None:
-        for unit in (self.module.units[index] for index in {*numbers} - self._added if self._external):
+        for unit in (self.module.units[index] for index in {*numbers} - self._added_units if self._by_name):
             for name, total in unit.gradients().items():
                 first = unit.unit.firsts.get(name, 0)
-                gradient = self._external[name].reshape(-1)[first : first + total.size]
+                gradient = self._by_name[name].reshape(-1)[first : first + total.size]
                 gradient = device.in_use().from_host(gradient).reshape(total.shape)
                 total += (gradient * self.module.loss_scale.factor).astype(total.dtype)
-        self._added.update(numbers)
+        self._added_units.update(numbers)
 
 
 def list_of_stages(stages: Any) -> list[Stage]:

@@ -195,16 +195,16 @@ class ModelKeys:
 
     def number(self, name: str, default: float | None = None, *, least: float = 0) -> float:
         """Return the finite number at ARCH.NAME, or `default`; without a default the key is required."""
-        return self._given(name, self.keys.number(f"{self.arch}.{name}", least), default)
+        return self._value(name, self.keys.number(f"{self.arch}.{name}", least), default)
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return the positive integer at ARCH.NAME, or `default`; without a default the key is required."""
-        return self._given(name, self.keys.integer(f"{self.arch}.{name}", 1, MOST_SIZE), default)
+        return self._value(name, self.keys.integer(f"{self.arch}.{name}", 1, MOST_SIZE), default)
 
     def text(self, name: str) -> str | None:
         return self.keys.text(f"{self.arch}.{name}")
 
-    def _given(self, name: str, value: Number | None, default: Number | None) -> Number:
+    def _value(self, name: str, value: Number | None, default: Number | None) -> Number:
         number = default if value is None else value
         if number is None:
             key = f"the GGUF key {self.arch}.{name}"

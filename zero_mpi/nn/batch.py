@@ -100,13 +100,13 @@ class BatchContext:
     factors: Mapping[str, float] = field(default_factory=dict)  # auxiliary loss -> factor; empty: no backward
     sums: dict[str, Any] = field(default_factory=dict)  # sums over layers, complete when backward begins
     stage: int = 0  # number of the current stage
-    _reported: set[tuple[str, str, int]] = field(default_factory=set)
+    _reports: set[tuple[str, str, int]] = field(default_factory=set)
 
     def report(self, layer: str, **values: Any) -> None:
         """Add values of the layer named `layer` to the sums. Recomputation does not add them again."""
         for name, value in values.items():
-            if (key := (name, layer, self.stage)) not in self._reported:
-                self._reported.add(key)
+            if (key := (name, layer, self.stage)) not in self._reports:
+                self._reports.add(key)
                 self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 

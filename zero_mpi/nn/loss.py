@@ -89,7 +89,7 @@ class CrossEntropy(HeadLoss):
         return cross_entropy(logits, self.targets, self.scale)
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
-        x_rows, targets, rows = self._given(x)
+        x_rows, targets, rows = self._counted_rows(x)
         loss, dy = head.loss(p, x_rows, targets, self.scale * factor, g)
         if rows is not None and dy is not None:
             dx = zeros_of(x, dy.dtype)
@@ -98,9 +98,9 @@ class CrossEntropy(HeadLoss):
         return loss / factor, dy
 
     def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
-        return [head.evaluate(p, *self._given(x)[:2], self.scale)]
+        return [head.evaluate(p, *self._counted_rows(x)[:2], self.scale)]
 
-    def _given(self, x: Any) -> tuple[Any, Any, Any]:
+    def _counted_rows(self, x: Any) -> tuple[Any, Any, Any]:
         """Return the rows that the last stage receives, their targets, and their indices (None: all rows)."""
         to_device, rows = device.in_use().from_host, rows_that_count(self.targets)
         if rows is None:

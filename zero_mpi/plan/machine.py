@@ -124,7 +124,7 @@ TABLES: dict[str, dict[str, type]] = {  # table -> key -> type of its number, al
     ),
 }
 LEVEL: dict[str, type] = {"name": str, "nodes": int, **LINK}
-SAID: dict[type, str] = {int: "a whole number above 0", float: "a number above 0", str: "a string"}
+EXPECTED: dict[type, str] = {int: "a whole number above 0", float: "a number above 0", str: "a string"}
 
 
 def read_doctor(path: Path) -> dict[str, float]:
@@ -218,7 +218,7 @@ def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:
         value: Any = table.get(key)
         fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
         if not fits or (kind is not str and not 1 / LARGEST < value < LARGEST):
-            raise UsageError(f"{place}: {key}: expected {SAID[kind]}, found {came(value)}")
+            raise UsageError(f"{place}: {key}: expected {EXPECTED[kind]}, found {came(value)}")
         values[key] = kind(value)
     return values
 

@@ -91,7 +91,7 @@ def plan_memory(case: Case) -> Memory:
         if is_on_host:
             host += nbytes[name]
             nbytes[name] = 0
-    rounds, slices = case.rounds, tuple(count for _, count in case.trained)
+    rounds, slices = case.rounds, tuple(count for _, count in case.trained_slices)
     reductions = Reductions(
         ranks=case.ranks,
         nodes=case.nodes,
@@ -104,11 +104,11 @@ def plan_memory(case: Case) -> Memory:
         accumulates=case.strategy.shards_moments and len(rounds) > 1,
         replicated=case.hybrid,
     )
-    chunks = [min(case.updated(unit, count), chunk_of(unit.quantum)) for unit, count in case.trained]
+    chunks = [min(case.updated(unit, count), chunk_of(unit.quantum)) for unit, count in case.trained_slices]
     gathers, buffers = (sum(map(padded, sizes)) for sizes in (case.layout.gathers, case.layout.buffers))
     return Memory(
         **nbytes,
-        rooms=BUFFER_SETS * case.offloaded * BYTES * max(chunks, default=0),
+        rooms=BUFFER_SETS * case.offloaded_arrays * BYTES * max(chunks, default=0),
         gathered=-(-gathers // case.per_node) if case.shares_gathers else simulation.gathered,
         unpacked=simulation.unpacked,
         gradient_buffers=buffers if case.transport.shares_memory else simulation.gradient_buffers,
@@ -126,7 +126,7 @@ def bytes_of(case: Case, unit: Unit, count: int) -> dict[str, int]:
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     width = case.sum_bytes
     updated, averages = case.updated(unit, count), case.ema is not None
-    states = state_count(unit, case.qat) * (count if unit.whole else updated)
+    states = state_count(unit, case.qat) * (count if unit.full_matrices else updated)
     # With full gradients, a rank has a separate buffer for its summed shard, except for an allreduce.
     summed = unit.length + count * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_full:

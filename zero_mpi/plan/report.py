@@ -69,7 +69,7 @@ def introduction(case: Case, machine: Machine, rates: Sequence[str]) -> Iterator
         texts = [
             f"{figure(attrgetter(place)(speeds))} {unit}"
             for name, (place, figure, unit) in RATES.items()
-            if (name in rates) == is_given and (name != "host_bandwidth" or case.offloaded)
+            if (name in rates) == is_given and (name != "host_bandwidth" or case.offloaded_arrays)
         ]
         if texts:
             yield f"rates {title}: {', '.join(texts)}"
@@ -93,7 +93,7 @@ def kinds_of(case: Case) -> str:
     notes = [f"; {case.device}, one GPU per rank"] * case.on_gpu
     if case.precision.is_low:
         notes.append(f"; {case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
-    if case.offloaded:
+    if case.offloaded_arrays:
         notes.append(f"; moments{' and fp32 parameters' if case.offload == STATE else ''} on the host")
     return "".join(notes)
 

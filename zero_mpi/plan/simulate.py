@@ -42,9 +42,9 @@ class StepEvent(NamedTuple):
 
     kind: str
     unit: int = -1
-    what: str = ""  # for a wait: the kind of the transfer
+    transfer: str = ""  # for a wait: its kind
     flop: float = 0.0
-    moved: float = 0.0
+    moved_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StepScript:
     def note(self, kind: str, unit: int = -1, transfer: str = "") -> None:
         flop, moved = self.memory.spent()
         if flop or moved:
-            self.events.append(StepEvent(COMPUTE, flop=flop, moved=moved))
+            self.events.append(StepEvent(COMPUTE, flop=flop, moved_bytes=moved))
         self.events.append(StepEvent(kind, unit, transfer))
 
 
@@ -148,7 +148,7 @@ class Simulator:
         """Run a step as `train` does: passes without backward, rounds of micro-batches, optimizer step."""
         module, script, rounds = self.module, self.script, len(self.case.rounds)
         with without_memory(self.memory):
-            for adapted in self.case.measured:
+            for adapted in self.case.scoring_passes:
                 for _ in range(rounds):
                     module.losses(self.input(), self.loss(), adapted=adapted)
                 script.note(SUMS)
@@ -212,4 +212,4 @@ def _simulate(case: Case) -> Simulation:
     module, memory = simulator.module, simulator.memory
     pools = module.parameter_pool, module.unpacked_pool, module.gradient_pool
     gathered, unpacked, gradients = (pool.nbytes for pool in pools)
-    return Simulation(steps, gathered, unpacked, gradients, memory.held, memory.small, memory.logits)
+    return Simulation(steps, gathered, unpacked, gradients, memory.recycled, memory.small, memory.logits)
