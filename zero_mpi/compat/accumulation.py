@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
-from zero_mpi.arguments import FLOATING, array, came, instance, same_names
+from zero_mpi.arguments import FLOATING, array, instance, same_names
 from zero_mpi.comm.agree import agreed
 from zero_mpi.compat.module import ShardedModule
 from zero_mpi.device.arrays import Scalar
@@ -92,10 +92,8 @@ class GradAccum(Accumulator):
         self._check_turn(x, "its input")
         if x is not None and criterion is None:
             raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
-        if criterion is not None and not callable(criterion) and not isinstance(criterion, HeadLoss):
-            raise ValueError(
-                f"accumulate: criterion: expected a function of the output, got {came(criterion)}"
-            )
+        if criterion is not None:
+            instance("accumulate: criterion", criterion, (Callable, HeadLoss), "a function of the output")
         return super().accumulate(x, criterion)
 
     def add_gradients(self, gradients: Mapping[str, Array] | None, loss: float = 0.0) -> None:

@@ -89,6 +89,7 @@ class ShardedModule(engine.ShardedModule):
         instance("ShardedModule: precision", config.precision, Precision, "a Precision such as FP32")
         prefetch = whole_number("ShardedModule: prefetch", config.prefetch, least=0)
         bucket_mb = number("ShardedModule: bucket_mb", config.bucket_mb, above=0)
+        config = replace(config, prefetch=prefetch, bucket_mb=bucket_mb, by_rows=bool(config.by_rows))
         stages = list_of_stages(stages)
         params = stage_params(stages)
         if not params:
@@ -97,8 +98,7 @@ class ShardedModule(engine.ShardedModule):
         undivided = list_of_patterns("whole", config.whole, params)
         if undivided and config.by_rows:
             raise ValueError("ShardedModule: whole: by_rows splits parameters by rows; use one of the two")
-        numbers: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb}
-        config = replace(config, frozen=frozen, whole=undivided, by_rows=bool(config.by_rows), **numbers)
+        config = replace(config, frozen=frozen, whole=undivided)
         check_stored(config, params)
         return stages, config
 
@@ -393,15 +393,15 @@ def list_of_stages(stages: Any) -> list[Stage]:
     return entries
 
 
-def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tuple[str, ...]:
+def list_of_patterns(what: str, patterns: Any, params: Mapping[str, Param]) -> tuple[str, ...]:
     """Return name patterns as a tuple; raise ValueError for other values and for patterns without a match."""
-    if isinstance(given, str) or not isinstance(given, Sequence | set | frozenset):
-        raise ValueError(f"ShardedModule: {what}: expected a list of name patterns, got {came(given)}")
-    for pattern in given:
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence | set | frozenset):
+        raise ValueError(f"ShardedModule: {what}: expected a list of name patterns, got {came(patterns)}")
+    for pattern in patterns:
         instance(f"ShardedModule: {what}", pattern, str, "name patterns")
-    patterns = tuple(given) if isinstance(given, Sequence) else tuple(sorted(given))
-    check_patterns(what, patterns, params)
-    return patterns
+    ordered = tuple(patterns if isinstance(patterns, Sequence) else sorted(patterns))
+    check_patterns(what, ordered, params)
+    return ordered
 
 
 def check_stored(config: LayoutConfig, params: Mapping[str, Param]) -> None:

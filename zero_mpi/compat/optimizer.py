@@ -172,10 +172,8 @@ def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
 def keyed(what: str, arrays: Any) -> dict[Key, Array]:
     """Return arrays by name, or by index if given as a list; raise ValueError unless all are float arrays."""
     if isinstance(arrays, str) or not isinstance(arrays, Sequence | Mapping):
-        raise ValueError(
-            f"step_on_params: {what}: expected a list of arrays, or a mapping of names to them, got "
-            f"{came(arrays)}"
-        )
+        expected = "a list of arrays, or a mapping of names to them"
+        raise ValueError(f"step_on_params: {what}: expected {expected}, got {came(arrays)}")
     by_key: dict[Key, Array] = dict(arrays) if isinstance(arrays, Mapping) else dict(enumerate(arrays))
     for key, value in by_key.items():
         array(f"step_on_params: {what}[{key!r}]", value, kinds=FLOATING)

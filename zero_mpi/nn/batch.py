@@ -71,10 +71,9 @@ class Documents:
 
     def rows(self, table: Array) -> Array:
         """Return the row of `table` at each token's position, (B T, ...); results are cached by table."""
-        entry = self._rows.get(id(table))
-        if entry is None:
-            entry = self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
-        return entry[1]
+        if id(table) not in self._rows:
+            self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
+        return self._rows[id(table)][1]
 
     def within(self, window: int) -> Array:
         """Return the first position that each position attends to in a window, (B, T); results are cached."""

@@ -98,8 +98,7 @@ class Linear(AddsInForward):
             observe(self.weight, x, None)
         bias = some(p[self.bias], part) if self.bias else None
         w = self._matrix(p, part)
-        is_packed = isinstance(w, PackedMatrix)
-        y = w.linear(x, bias, residual) if is_packed else via.linear(x, w, bias, residual)
+        y = w.linear(x, bias, residual) if isinstance(w, PackedMatrix) else via.linear(x, w, bias, residual)
         if self.adapter is not None and narrow is not None:
             y = self.adapter.add_to(y, p, narrow, part, via)
         return y, saved

@@ -96,10 +96,12 @@ def assumed(on_gpu: bool, precision: str) -> Machine:
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
     """Return machine `base` with the values in `numbers`."""
     for name, number in numbers.items():
-        field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
-        speed: Any = replace(getattr(base, field), **{of_link: number}) if of_link else number
-        changes: dict[str, Any] = {field: int(number) if field == "memory" else speed}
-        base = replace(base, **changes)
+        if name == "memory":
+            base = replace(base, memory=int(number))
+        else:
+            field, _, part = RATES[name][0].partition(".")
+            speed: Any = replace(getattr(base, field), **{part: number}) if part else number
+            base = replace(base, **{field: speed})
     return base
 
 

@@ -166,9 +166,8 @@ def node_shared(case: Case) -> int:
     """Return a node's bytes in shared windows: full or gathered parameters, gradients, counters."""
     if not case.transport.shares_memory:
         return 0
-    layout, full = case.layout, list[int]()
-    if case.shares_full:
-        full = [partition.length for partition in layout.full(case.owners)]
+    layout = case.layout
+    full = [partition.length for partition in layout.full(case.owners)] if case.shares_full else []
     arrays = layout.gathers if case.shares_gathers else full
     return window_bytes(arrays, layout.buffers, case.per_node) + RANK_BYTES * case.per_node
 
@@ -235,15 +234,15 @@ def text_bytes(config: Config, model: ModelConfig) -> int:
 
     Large token files and large cached texts are mapped from disk and count as 0 bytes.
     """
+    width = 2 if model.vocab_size <= 1 << 16 else 4
     total = 0
-    lists = [files_of(config.data) if config.data else library_files()]
-    for files in [*lists, *([files_of(config.val_data)] if config.val_data else [])]:
+    for files in (files_of(config.data) if config.data else library_files(), files_of(config.val_data)):
         tokens = token_files(files)
         nbytes = sum(path.stat().st_size for _, path in tokens or files)
-        width = 2 if model.vocab_size <= 1 << 16 else 4
         ids = nbytes if tokens else width * nbytes // (1 if model.vocab_size <= 300 else BYTES_OF_TOKEN)
-        in_files = bool(tokens) or (nbytes >= LEAST and folder() is not None)
-        total += 0 if in_files and ids > MOST_HELD else ids
+        is_in_file = tokens or (nbytes >= LEAST and folder() is not None)
+        if ids <= MOST_HELD or not is_in_file:
+            total += ids
     return total
 
 

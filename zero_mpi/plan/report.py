@@ -48,11 +48,8 @@ def report(plans: Sequence[Plan], machine: Machine, rates: Sequence[str]) -> Ite
     yield from ("", head("time per step", plans), *rows(plans, TIME))
     if machine.memory is not None:
         counts = [counted(plan.largest) for plan in plans if plan.largest is not None]
-        yield from (
-            "",
-            head(f"largest that fits into {size(machine.memory)}", plans),
-            row("micro-batch", counts),
-        )
+        title = f"largest that fits into {size(machine.memory)}"
+        yield from ("", head(title, plans), row("micro-batch", counts))
 
 
 def introduction(case: Case, machine: Machine, rates: Sequence[str]) -> Iterator[str]:
@@ -64,15 +61,12 @@ def introduction(case: Case, machine: Machine, rates: Sequence[str]) -> Iterator
     )
     if case.model.stored:
         yield f"frozen base: {base(case)}"
-    speeds = machine.joining(case.nodes)
-    for title, is_given in (("given", True), ("assumed", False)):
-        texts = [
-            f"{figure(attrgetter(place)(speeds))} {unit}"
-            for name, (place, figure, unit) in RATES.items()
-            if (name in rates) == is_given and (name != "host_bandwidth" or case.offloaded_arrays)
-        ]
-        if texts:
-            yield f"rates {title}: {', '.join(texts)}"
+    speeds, texts = machine.joining(case.nodes), {"given": list[str](), "assumed": list[str]()}
+    for name, (place, figure, unit) in RATES.items():
+        if name != "host_bandwidth" or case.offloaded_arrays:
+            source = "given" if name in rates else "assumed"
+            texts[source].append(f"{figure(attrgetter(place)(speeds))} {unit}")
+    yield from (f"rates {source}: {', '.join(entries)}" for source, entries in texts.items() if entries)
     if machine.levels:
         levels = (
             f"{shown(level.name)}, {'all nodes' if level.nodes is None else f'up to {level.nodes} node(s)'}: "
