@@ -95,7 +95,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         or the earlier calls.
         """
         lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
-        arrays, gradients = keyed("params", params), keyed("grads", grads)
+        arrays, gradients = arrays_by_key("params", params), arrays_by_key("grads", grads)
         self._check_arrays(arrays, gradients)
         for key, p in arrays.items():
             rule, zeros = self.rule_of(str(key)), device.in_use().zeros
@@ -169,7 +169,7 @@ def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
         number(f"{what}: max_norm", max_norm, above=0)
 
 
-def keyed(what: str, arrays: Any) -> dict[Key, Array]:
+def arrays_by_key(what: str, arrays: Any) -> dict[Key, Array]:
     """Return arrays by name, or by index if given as a list; raise ValueError unless all are float arrays."""
     if isinstance(arrays, str) or not isinstance(arrays, Sequence | Mapping):
         expected = "a list of arrays, or a mapping of names to them"

@@ -77,7 +77,7 @@ class Batch:
         capacity, cache = int(self._positions.max()) + tokens, Cache()
         for layer in readers[0].cache.entries:
             entries = [reader.cache.entries[layer] for reader in readers]
-            cache.entries[layer] = tuple(joined(arrays, capacity) for arrays in zip(*entries, strict=True))
+            cache.entries[layer] = tuple(stack(arrays, capacity) for arrays in zip(*entries, strict=True))
         self._program = Program(readers[0], cache, capacity, len(prompts))
 
     def read(self, ids: Array) -> Array:
@@ -87,7 +87,7 @@ class Batch:
         return self.outputs
 
 
-def joined(arrays: Sequence[Array], capacity: int) -> Array:
+def stack(arrays: Sequence[Array], capacity: int) -> Array:
     """Return one array (B, capacity, ...) with the arrays (1, positions, ...) of several sequences."""
     batch = np.zeros((len(arrays), capacity, *arrays[0].shape[2:]), arrays[0].dtype)
     for row, array in zip(batch, arrays, strict=True):
@@ -210,7 +210,7 @@ def chain(program: Program, layer: Chain, x: Any) -> Any:
     return x
 
 
-def gated(program: Program, layer: SwiGLU, x: Array) -> Array:
+def swiglu(program: Program, layer: SwiGLU, x: Array) -> Array:
     gate, up = program.project([layer.gate, layer.up], x)
     return program.combine(program.code.GEGLU if isinstance(layer, GeGLU) else program.code.SWIGLU, gate, up)
 
@@ -226,7 +226,7 @@ def head_norms(program: Program, layer: QKNorm, x: Any) -> Any:
     return *(program.normalize(*args) for args in zip(layer.norms, x[:2], counts, strict=True)), x[2]
 
 
-def turned(program: Program, layer: RoPE, x: Any) -> Any:
+def rotation(program: Program, layer: RoPE, x: Any) -> Any:
     """Record the rotation of q and k in place."""
     q, k, v = x
     width = layer.width or q.shape[-1]
@@ -237,7 +237,7 @@ def turned(program: Program, layer: RoPE, x: Any) -> Any:
     return q, k, v
 
 
-def attended(program: Program, layer: CausalAttention, x: Any) -> Array:
+def attention(program: Program, layer: CausalAttention, x: Any) -> Array:
     """Record attention, and the write of the new position's keys and values to the cache."""
     q, k, v = x
     entry = program.cache.extend(layer, k[:, None], v[:, None], program.capacity)
@@ -264,10 +264,10 @@ RECORDERS: dict[type[Layer], Callable[[Program, Any, Any], Any]] = {
     LayerNorm: Program.normalize,
     Multiply: lambda program, layer, x: program.combine(program.code.SCALE, x, layer.factor, 1),
     GELU: lambda program, layer, x: program.combine(program.code.GELU, x, 0.0, 1),
-    **dict.fromkeys((SwiGLU, JointSwiGLU, GeGLU), gated),
+    **dict.fromkeys((SwiGLU, JointSwiGLU, GeGLU), swiglu),
     **dict.fromkeys((ProjectQKV, JointQKV, FusedQKV), heads),
     **dict.fromkeys((QKNorm, JointQKNorm), head_norms),
-    RoPE: turned,
-    CausalAttention: attended,
+    RoPE: rotation,
+    CausalAttention: attention,
     MergeHeads: lambda program, layer, x: x.reshape(len(x), -1),
 }

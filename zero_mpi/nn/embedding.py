@@ -6,7 +6,7 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.arguments import WHOLE, array
-from zero_mpi.nn.adapters import AddedRows, parted
+from zero_mpi.nn.adapters import AddedRows, split_tokens
 from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
 from zero_mpi.ops.packed_matrix import PackedMatrix
@@ -35,7 +35,7 @@ class Embedding(Layer):
         array(f"{self.weight}: tokens", x, kinds=WHOLE)  # float tokens would be truncated, or fail later
         w: Any = p[self.weight]
         if self.added_rows is not None:
-            base, places, rows = parted(x, w.shape[0])
+            base, places, rows = split_tokens(x, w.shape[0])
             y = ops.embedding(base, w)
             if rows.size:
                 y.reshape(-1, w.shape[1])[places] = ops.embedding(rows, p[self.added_rows.name])
@@ -44,7 +44,7 @@ class Embedding(Layer):
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         if self.added_rows is not None:
-            _, places, rows = parted(saved, self.param.shape[0])
+            _, places, rows = split_tokens(saved, self.param.shape[0])
             if rows.size and self.added_rows.name in g:
                 ops.embedding_backward(rows, dy.reshape(-1, dy.shape[-1])[places], g[self.added_rows.name])
         elif self.weight in g:

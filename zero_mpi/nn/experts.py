@@ -171,7 +171,7 @@ class Experts(Composite, AddsInForward):
                 bounds = routing.starts.clip(part.start, part.stop) - part.start
                 self._observe(rows[part], gate, up, bounds)
             inner = ops.weighted_swiglu(gate, up, routing.weights[part])
-            rows = placed(rows, part, self.down.forward(weights, inner, via=via)[0])
+            rows = with_part(rows, part, self.down.forward(weights, inner, via=via)[0])
         if self.shared is not None:
             y, saved_shared = self.shared.forward_onto(p, x, residual)
         else:
@@ -195,7 +195,7 @@ class Experts(Composite, AddsInForward):
             inputs = ops.embedding(routing.tokens[part], flat), None
             drows = self.gate.backward(weights, inputs, dgate, gradients, via=via)
             drows = self.up.backward(weights, inputs, dup, gradients, drows, via=via)
-            rows = placed(rows, part, drows)
+            rows = with_part(rows, part, drows)
             dweights.append((part, dw))
         dx = self._backward_of_router(p, flat, routing, dweights, g)
         ops.embedding_backward(routing.tokens, rows, dx)
@@ -225,7 +225,7 @@ class Experts(Composite, AddsInForward):
                 observe(linear.weight, x, starts)
 
 
-def placed(rows: Any, part: slice, values: Any) -> Any:
+def with_part(rows: Any, part: slice, values: Any) -> Any:
     """Return `rows` with `part` replaced by `values`; if the part is all rows, return `values` itself."""
     if len(values) == len(rows):
         return values

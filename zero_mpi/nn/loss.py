@@ -146,7 +146,7 @@ class Distilled(CrossEntropy):
         rows = xp.arange(len(z))[:, None]
         ids, logp, rest = (to_device(np.ascontiguousarray(records[name])) for name in ("ids", "logp", "rest"))
         ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
-        share = ops.cross_entropy(self.cooled(z), targets, 1.0)[1].astype(np.float32, copy=False)
+        share = ops.cross_entropy(self.cool(z), targets, 1.0)[1].astype(np.float32, copy=False)
         share[rows[:, 0], targets] += 1  # the softmax, from the gradient of the cross-entropy
         student, teacher = share[rows, ids].astype(np.float64), exps(logp)
         remainder = xp.maximum(LEAST, 1 - student.sum(axis=-1))
@@ -158,7 +158,7 @@ class Distilled(CrossEntropy):
         share /= np.float32(self.temperature)
         return terms[mask].sum(), share
 
-    def cooled(self, z: Any) -> Any:
+    def cool(self, z: Any) -> Any:
         logits = pool_of(device.in_use()).take(z.shape, z.dtype)
         namespace(z).divide(z, z.dtype.type(self.temperature), out=logits)
         return logits

@@ -103,14 +103,14 @@ class ShardedOptimizer:
 
     def rule_of(self, name: str) -> Rule:
         """Return the rule of a parameter; raise ValueError if none matches."""
-        rule = self._rules_by_name.get(name) or matched(self.rules, name, None)
+        rule = self._rules_by_name.get(name) or value_of(self.rules, name, None)
         if rule is None:
             raise ValueError(f"rules: no pattern matches {name}: add a rule for the pattern *")
         self._rules_by_name[name] = rule
         return rule
 
     def rate_factor(self, name: str) -> float:
-        return matched(self._scales, name, 1.0)
+        return value_of(self._scales, name, 1.0)
 
     def _is_directed(self, unit: ShardedUnit) -> bool:
         """Return whether a unit's rules need full matrices (`MatrixRule.direct` runs on their owners)."""
@@ -122,7 +122,7 @@ class ShardedOptimizer:
         Rates rarely differ, so a unit has few segments. An element's update does not depend on the segments.
         """
         part, full = unit.updated[2], unit.unit
-        factors = [matched(scales, name, float(param.decays)) for name, param in full.params.items()]
+        factors = [value_of(scales, name, float(param.decays)) for name, param in full.params.items()]
         chunks = slice(part.start // full.quantum, -(-part.stop // full.quantum))
         decays = np.repeat(factors, [full.chunks(name) for name in full.params])[chunks].copy()
         segments, start = list[Segment](), -part.start  # some segments may end before the part or after it
@@ -264,7 +264,7 @@ def bytes_of(states: States) -> int:
     return int(sum(state.nbytes for state in states.values()))
 
 
-def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
+def value_of(values: Mapping[str, T], name: str, otherwise: T) -> T:
     """Return the value of the last pattern that matches a name, or `otherwise`."""
     matches = [value for pattern, value in values.items() if fnmatchcase(name, pattern)]
     return matches[-1] if matches else otherwise

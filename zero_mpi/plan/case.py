@@ -190,7 +190,7 @@ class Case:
 
     @cached_property
     def layout(self) -> Layout:
-        return layout_of(Case(**{name: getattr(self, name) for name in OF_LAYOUT})).dealt(self.owners)
+        return layout_of(Case(**{name: getattr(self, name) for name in OF_LAYOUT})).with_owners(self.owners)
 
     @cached_property
     def partitions(self) -> list[Partition]:

@@ -25,7 +25,7 @@ from zero_mpi import device, ops
 from zero_mpi.device import Host
 from zero_mpi.device.arrays import RECYCLED_FROM, size_class
 from zero_mpi.device.types import Array
-from zero_mpi.nn.adapters import merged, parted
+from zero_mpi.nn.adapters import merged, split_tokens
 from zero_mpi.nn.experts import rows_of
 from zero_mpi.ops import signatures
 from zero_mpi.ops.packed_matrix import PackedStack
@@ -319,7 +319,7 @@ def _(starts: Array, members: slice, count: int) -> tuple[slice, Array]:
     return slice(count * first // experts, count * last // experts), starts[first : last + 1]
 
 
-@parted.register(FakeArray)
+@split_tokens.register(FakeArray)
 def _(tokens: Array, first: int) -> tuple[Array, Array, Array]:
     empty = tokens.reshape(-1)[:0]  # assume no added tokens, since texts have few
     return tokens, empty, empty

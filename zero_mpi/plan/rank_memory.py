@@ -40,9 +40,9 @@ ROUNDS = 2  # after the second round, no round allocates buffers
 NUMBER = 8  # bytes of a float64 or an int64
 
 
-def called(title: str) -> Any:
-    """Return a field for bytes that a plan shows under `title`."""
-    return field(metadata={"title": title})
+def title(text: str) -> Any:
+    """Return a field for bytes that a plan shows under the title `text`."""
+    return field(metadata={"title": text})
 
 
 def titles(kind: Any) -> dict[str, str]:
@@ -54,23 +54,23 @@ class Memory:
     """Bytes on rank 0. Of memory that the ranks of a node share, only this rank's part counts."""
 
     # Kept between rounds and steps: slices, or full parameters if replicated.
-    parameters: int = called("parameters")
-    masters: int = called("parameters in fp32")  # in low precision, where `parameters` are rounded
-    gradients: int = called("gradients")
-    moments: int = called("moments")  # optimizer states and a moving average
-    rooms: int = called("buffers for moments")  # buffers on the GPU while offloaded moments are updated
-    gathered: int = called("gathered units")  # full parameters while layers use them
-    unpacked: int = called("unpacked blocks")  # float parameters that are unpacked from gathered blocks
-    gradient_buffers: int = called("gradient buffers")  # gradients of a micro-batch, before they are reduced
-    activations: int = called("activations")  # arrays that layers keep or allocate, without the logits
-    logits: int = called("logits")
-    transport: int = called("received shards")  # receive buffers of reductions
-    tables: int = called("tables")  # weight decay and sums of squares of each chunk
-    workspace: int = called("workspace of products")  # scratch memory of the GPU's library
-    snapshot: int = called("copies for --async-save")  # only while a checkpoint is written
+    parameters: int = title("parameters")
+    masters: int = title("parameters in fp32")  # in low precision, where `parameters` are rounded
+    gradients: int = title("gradients")
+    moments: int = title("moments")  # optimizer states and a moving average
+    rooms: int = title("buffers for moments")  # buffers on the GPU while offloaded moments are updated
+    gathered: int = title("gathered units")  # full parameters while layers use them
+    unpacked: int = title("unpacked blocks")  # float parameters that are unpacked from gathered blocks
+    gradient_buffers: int = title("gradient buffers")  # gradients of a micro-batch, before they are reduced
+    activations: int = title("activations")  # arrays that layers keep or allocate, without the logits
+    logits: int = title("logits")
+    transport: int = title("received shards")  # receive buffers of reductions
+    tables: int = title("tables")  # weight decay and sums of squares of each chunk
+    workspace: int = title("workspace of products")  # scratch memory of the GPU's library
+    snapshot: int = title("copies for --async-save")  # only while a checkpoint is written
     # Not on the device: all memory that a node's ranks share; pinned memory and snapshots.
-    node_shared: int = called("(a node in /dev/shm)")
-    host: int = called("(in the host's memory)")
+    node_shared: int = title("(a node in /dev/shm)")
+    host: int = title("(in the host's memory)")
 
     @property
     def total(self) -> int:
@@ -185,11 +185,11 @@ READING = 2  # extra memory while rank 0 reads text, as a multiple of the tokens
 class Resident:
     """Bytes that a job needs on a node, by purpose."""
 
-    programs: int = called("programs and libraries")  # interpreters, and the compiler
-    mpi: int = called("MPI's own segments")
-    text: int = called("tokens of the text")  # copies on all ranks
-    arrays: int = called("arrays, as planned")  # host memory of all ranks
-    sample: int = called("sample at the end")  # rank 0 gathers the full model for it
+    programs: int = title("programs and libraries")  # interpreters, and the compiler
+    mpi: int = title("MPI's own segments")
+    text: int = title("tokens of the text")  # copies on all ranks
+    arrays: int = title("arrays, as planned")  # host memory of all ranks
+    sample: int = title("sample at the end")  # rank 0 gathers the full model for it
 
     @property
     def total(self) -> int:

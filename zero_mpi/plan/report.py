@@ -47,7 +47,7 @@ def report(plans: Sequence[Plan], machine: Machine, rates: Sequence[str]) -> Ite
     yield from ("", *memory_lines(plans), "", *traffic_lines(plans))
     yield from ("", head("time per step", plans), *rows(plans, TIME))
     if machine.memory is not None:
-        counts = [counted(plan.largest) for plan in plans if plan.largest is not None]
+        counts = [micro_batch_text(plan.largest) for plan in plans if plan.largest is not None]
         title = f"largest that fits into {size(machine.memory)}"
         yield from ("", head(title, plans), row("micro-batch", counts))
 
@@ -114,7 +114,7 @@ def ask_lines(nodes: Sequence[Resident]) -> Iterator[str]:
     yield row("to request, per node", [gibibytes(node.ask) for node in nodes])
 
 
-def counted(count: int) -> str:
+def micro_batch_text(count: int) -> str:
     """Return the largest micro-batch as text: "none" for 0, with "or more" at the search limit."""
     return "none" if count == 0 else f"{count:,}{' or more' if count >= MOST else ''}"
 

@@ -126,9 +126,9 @@ class FakeDistilled(Distilled):
     """Distillation loss on fake arrays, with as much memory as the real loss."""
 
     def divergence(self, z: Any, targets: Any, mask: Any, records: Array) -> tuple[Any, Any]:
-        return 0.0, ops.cross_entropy(self.cooled(z), targets, 1.0)[1]
+        return 0.0, ops.cross_entropy(self.cool(z), targets, 1.0)[1]
 
-    def cooled(self, z: Any) -> Any:
+    def cool(self, z: Any) -> Any:
         z.memory.passes(z, z)
         return z.memory.take(z.shape, z.dtype)
 

@@ -126,15 +126,15 @@ def step_time(case: Case, machine: Machine) -> StepTime:
     machine = machine.joining(case.nodes)
     rounds = len(case.rounds)
     if rounds <= script.MOST_ROUNDS:
-        return played(case, machine)
+        return second_step(case, machine)
     most, fewer = (
-        played(replace(case, batch_size=count * case.ranks * case.micro_batch), machine)
+        second_step(replace(case, batch_size=count * case.ranks * case.micro_batch), machine)
         for count in (script.MOST_ROUNDS, script.MOST_ROUNDS - 1)
     )
     return plus(most, plus(most, fewer, -1.0), rounds - script.MOST_ROUNDS)
 
 
-def played(case: Case, machine: Machine) -> StepTime:
+def second_step(case: Case, machine: Machine) -> StepTime:
     """Return the time of the second step of the simulation."""
     player = Player(case, machine)
     first, second = script.simulate(case).steps

@@ -113,13 +113,13 @@ class Layout:
 
         A replicated unit that is frozen shares nothing, because it has no gradient.
         """
-        units = self.dealt(ranks).units
+        units = self.with_owners(ranks).units
         if self.config.strategy.shards_moments:
             return [unit.gathered_split(ranks, self.config.precision.compute) for unit in units]
         kind = self.config.precision.master
         return [unit.gathered_split(ranks, kind) if unit.trainable else Partition(0, ranks) for unit in units]
 
-    def dealt(self, ranks: int) -> Layout:
+    def with_owners(self, ranks: int) -> Layout:
         """Return the layout for `ranks` ranks, with an owner for each matrix that one rank stores in full."""
         return replace(self, units=with_owners(self.units, ranks, products_of))
 

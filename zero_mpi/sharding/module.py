@@ -113,7 +113,7 @@ class ShardedModule:
         self.parameter_pool, self.gradient_pool, self.unpacked_pool = pools
         context = Context(self.group, self.strategy, *pools, self.precision, masters)
         self._units_read = context.units_read
-        units = layout.dealt(self.group.size).units
+        units = layout.with_owners(self.group.size).units
         self.units = [ShardedUnit(unit, context, full) for unit, full in zip(units, memory.full, strict=True)]
         self._forward: MicroBatch | None = None  # the micro-batch whose backward is next
         self._synced, self._graphs = False, graphs_for(self)

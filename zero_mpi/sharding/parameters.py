@@ -38,7 +38,7 @@ class State(Enum):
     SHARDED, GATHERING, FULL = "sharded", "gathering", "full"
 
 
-def joined(views: list[Views]) -> Views:
+def union(views: list[Views]) -> Views:
     return views[0] if len(views) == 1 else {name: view for unit in views for name, view in unit.items()}
 
 
