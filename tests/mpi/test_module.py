@@ -81,9 +81,7 @@ def whole_gradients(comm):
     for rank in range(comm.size):
         one_round(module, comm, rank)
     module.sync_gradients()
-    return {
-        name: view for unit in module.units for name, view in unit.unit.views(unit.gradient.whole).items()
-    }
+    return {name: view for unit in module.units for name, view in unit.unit.views(unit.gradient.full).items()}
 
 
 @strategies
@@ -101,7 +99,7 @@ def test_sync_gradients_leaves_the_sum_in_the_slices(exact, strategy):
             assert np.array_equal(unit.gradient.sum[segment.where], expected), segment.name
     if strategy is NO_SHARD:
         for unit in module.units:
-            views = unit.unit.views(unit.gradient.whole)
+            views = unit.unit.views(unit.gradient.full)
             assert all(np.array_equal(views[name], full[name]) for name in views)
 
 
@@ -178,5 +176,5 @@ def test_clipping_what_the_library_has_summed_scales_all_of_it(fast):
     one_round(module, fast)
     norm = clip_grad_norm(module, 1e-3)
     assert norm > 1e-3
-    squares = sum(float(np.square(unit.gradient.whole, dtype=np.float64).sum()) for unit in module.units)
+    squares = sum(float(np.square(unit.gradient.full, dtype=np.float64).sum()) for unit in module.units)
     assert np.sqrt(squares) == pytest.approx(1e-3, rel=1e-4)

@@ -68,7 +68,7 @@ def test_the_bits_of_one_rank(alone, strategy, precision, transport):
     module, optimizer = made(comm, strategy, precision)
     assert trained(module, optimizer, range(STEPS)) == alone[precision]
     # Each matrix has one owner.
-    owned = [name for unit in module.units if unit.unit.whole for name in owned_of(unit)]
+    owned = [name for unit in module.units if unit.unit.full_matrices for name in owned_of(unit)]
     assert sorted(name for each in WORLD.allgather(owned) for name in each) == sorted(MATRICES)
     comm.close()
 

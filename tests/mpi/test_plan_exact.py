@@ -188,7 +188,7 @@ def held_bytes(module, optimizer):
     owned = [one.full if isinstance(one, ReplicatedParameters) else one.shard for one in stores]
     gradients = sum(unit.gradient.sum.nbytes for unit in units)
     for unit in units:
-        full = unit.gradient.whole
+        full = unit.gradient.full
         if full is not None and full.flags.writeable:  # not shared, so the slice may be a view of `full`
             gradients += full.nbytes - (
                 unit.gradient.sum.nbytes if unit.gradient.sum.base is full.base else 0

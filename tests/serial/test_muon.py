@@ -10,7 +10,7 @@ import tiny
 from zero_mpi import NO_SHARD, AdamW, GradAccum, Muon, SerialComm, ShardedModule, ShardedOptimizer
 from zero_mpi.optim import muon
 from zero_mpi.sharding.layout import products_of
-from zero_mpi.sharding.unit import QUANTUM, Param, Unit, dealt_whole
+from zero_mpi.sharding.unit import QUANTUM, Param, Unit, with_owners
 
 
 def flat(matrix):
@@ -81,7 +81,7 @@ def test_owners_share_the_cost_and_own_whole_matrices():
     ]
     for ranks in (1, 2, 3, 5, 8, 16):
         load = [0] * ranks
-        for unit in dealt_whole(units, ranks, products_of):
+        for unit in with_owners(units, ranks, products_of):
             bounds = unit.partition(ranks).bounds
             assert (bounds[0], bounds[-1], len(bounds)) == (0, unit.length, ranks + 1)
             for name, offset in unit.offsets.items():

@@ -244,7 +244,7 @@ def save(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
         folders.remove_tree(old)
 
     steps, skipped, scale = optimizer.steps, optimizer.skipped, module.loss_scale
-    counts: dict[str, Any] = {"scale_exponent": scale.recorded, "scale_steps": scale.good_steps}
+    counts: dict[str, Any] = {"scale_exponent": scale.stored_exponent, "scale_steps": scale.good_steps}
     progress = state.TrainingProgress(steps + skipped, skipped=skipped, updates=steps, **counts)
     parts = parts_of(optimizer, description)
     try:

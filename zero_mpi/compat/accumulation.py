@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any
 
-from zero_mpi.arguments import FLOATING, array, came, instance, same_names
+from zero_mpi.arguments import FLOATING, array, instance, same_names
 from zero_mpi.comm.agree import agreed
 from zero_mpi.compat.module import ShardedModule
 from zero_mpi.device.arrays import Scalar
@@ -36,12 +36,11 @@ class GradAccum(Accumulator):
             return rounds, {"the number of micro-batches": rounds.micro_batches}
 
         super().__init__(module, agreed(module.comm, "this GradAccum", prepare))
-        self.begin()
 
     def begin(self) -> None:
         super().begin()
-        self._since = self.module.forgotten  # value of the module's `forgotten` when the step began
-        self._inside = False  # True during a round, and after an error in a round
+        self._clears_at_start = self.module.forgotten  # value of the module's `forgotten` when the step began
+        self._in_round = False  # True during a round, and after an error in a round
 
     @property
     def complete(self) -> bool:
@@ -50,7 +49,7 @@ class GradAccum(Accumulator):
     @property
     def _next_round(self) -> int:
         """Number of the next round: 0 if the previous step is complete or its gradients were cleared."""
-        return 0 if self.complete or self._since != self.module.forgotten else self.round
+        return 0 if self.complete or self._clears_at_start != self.module.forgotten else self.round
 
     @property
     def next_micro_batch(self) -> int | None:
@@ -93,10 +92,8 @@ class GradAccum(Accumulator):
         self._check_turn(x, "its input")
         if x is not None and criterion is None:
             raise ValueError("accumulate needs a criterion: without a loss there is no gradient")
-        if criterion is not None and not callable(criterion) and not isinstance(criterion, HeadLoss):
-            raise ValueError(
-                f"accumulate: criterion: expected a function of the output, got {came(criterion)}"
-            )
+        if criterion is not None:
+            instance("accumulate: criterion", criterion, (Callable, HeadLoss), "a function of the output")
         return super().accumulate(x, criterion)
 
     def add_gradients(self, gradients: Mapping[str, Array] | None, loss: float = 0.0) -> None:
@@ -126,9 +123,9 @@ class GradAccum(Accumulator):
         """Run a round. It begins a step if the previous one is complete or its gradients were cleared."""
         if self._next_round == 0:
             self.begin()
-        self._inside = True
+        self._in_round = True
         loss = super().run_round(work)
-        self._inside = False
+        self._in_round = False
         return loss
 
     def total_loss(self) -> float:
@@ -148,14 +145,14 @@ class GradAccum(Accumulator):
 
     def _check_ready(self) -> None:
         """Raise ValueError unless another round may begin."""
-        if self._since != self.module.forgotten:
+        if self._clears_at_start != self.module.forgotten:
             return
         if self.complete:
             raise ValueError(
                 f"accumulate: all {len(self.rounds)} rounds of this step are done; call ShardedAdamW.step "
                 "(or GradAccum.reset, to discard them) before the next step"
             )
-        if self._inside:
+        if self._in_round:
             raise ValueError(
                 f"accumulate: round {self.round} of {len(self.rounds)} ended in an error; call "
                 "GradAccum.reset on all ranks to discard this step, then repeat it from its first round"

@@ -89,6 +89,7 @@ class ShardedModule(engine.ShardedModule):
         instance("ShardedModule: precision", config.precision, Precision, "a Precision such as FP32")
         prefetch = whole_number("ShardedModule: prefetch", config.prefetch, least=0)
         bucket_mb = number("ShardedModule: bucket_mb", config.bucket_mb, above=0)
+        config = replace(config, prefetch=prefetch, bucket_mb=bucket_mb, by_rows=bool(config.by_rows))
         stages = list_of_stages(stages)
         params = stage_params(stages)
         if not params:
@@ -97,8 +98,7 @@ class ShardedModule(engine.ShardedModule):
         undivided = list_of_patterns("whole", config.whole, params)
         if undivided and config.by_rows:
             raise ValueError("ShardedModule: whole: by_rows splits parameters by rows; use one of the two")
-        numbers: dict[str, Any] = {"prefetch": prefetch, "bucket_mb": bucket_mb}
-        config = replace(config, frozen=frozen, whole=undivided, by_rows=bool(config.by_rows), **numbers)
+        config = replace(config, frozen=frozen, whole=undivided)
         check_stored(config, params)
         return stages, config
 
@@ -305,7 +305,7 @@ class ShardedModule(engine.ShardedModule):
     @property
     def replicated_memory_bytes(self) -> int:
         """Bytes of parameters that a rank would keep without sharding."""
-        return sum(unit.parameters.nbytes_whole for unit in self.units)
+        return sum(unit.parameters.nbytes_full for unit in self.units)
 
 
 class DDP(ShardedModule):
@@ -359,7 +359,7 @@ class ExternalGradients(MicroBatch):
 
     def __init__(self, module: ShardedModule, gradients: Mapping[str, Array] | None) -> None:
         super().__init__(module, None)
-        self._external, self._added, self.is_idle = gradients or {}, set[int](), False
+        self._by_name, self._added_units, self.is_idle = gradients or {}, set[int](), False
 
     def backward(self, stage: int) -> None:
         """Add the gradients of all units that the stage uses; a unit is reduced after its last stage."""
@@ -369,13 +369,13 @@ class ExternalGradients(MicroBatch):
         self._add(turn.adds)
 
     def _add(self, numbers: Indices) -> None:
-        for unit in (self.module.units[index] for index in {*numbers} - self._added if self._external):
+        for unit in (self.module.units[index] for index in {*numbers} - self._added_units if self._by_name):
             for name, total in unit.gradients().items():
                 first = unit.unit.firsts.get(name, 0)
-                gradient = self._external[name].reshape(-1)[first : first + total.size]
+                gradient = self._by_name[name].reshape(-1)[first : first + total.size]
                 gradient = device.in_use().from_host(gradient).reshape(total.shape)
                 total += (gradient * self.module.loss_scale.factor).astype(total.dtype)
-        self._added.update(numbers)
+        self._added_units.update(numbers)
 
 
 def list_of_stages(stages: Any) -> list[Stage]:
@@ -393,15 +393,15 @@ def list_of_stages(stages: Any) -> list[Stage]:
     return entries
 
 
-def list_of_patterns(what: str, given: Any, params: Mapping[str, Param]) -> tuple[str, ...]:
+def list_of_patterns(what: str, patterns: Any, params: Mapping[str, Param]) -> tuple[str, ...]:
     """Return name patterns as a tuple; raise ValueError for other values and for patterns without a match."""
-    if isinstance(given, str) or not isinstance(given, Sequence | set | frozenset):
-        raise ValueError(f"ShardedModule: {what}: expected a list of name patterns, got {came(given)}")
-    for pattern in given:
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence | set | frozenset):
+        raise ValueError(f"ShardedModule: {what}: expected a list of name patterns, got {came(patterns)}")
+    for pattern in patterns:
         instance(f"ShardedModule: {what}", pattern, str, "name patterns")
-    patterns = tuple(given) if isinstance(given, Sequence) else tuple(sorted(given))
-    check_patterns(what, patterns, params)
-    return patterns
+    ordered = tuple(patterns if isinstance(patterns, Sequence) else sorted(patterns))
+    check_patterns(what, ordered, params)
+    return ordered
 
 
 def check_stored(config: LayoutConfig, params: Mapping[str, Param]) -> None:

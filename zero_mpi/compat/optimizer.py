@@ -64,10 +64,10 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         """Raise ValueError unless matrix rules apply only to full matrices, in units without other rules."""
         for unit in self.units:
             is_matrix = {name: isinstance(self.rule_of(name), MatrixRule) for name in unit.unit.params}
-            if unit.unit.whole and len({*is_matrix.values()}) > 1:
+            if unit.unit.full_matrices and len({*is_matrix.values()}) > 1:
                 raise ValueError(f"rules: all parameters of the unit {unit.name} need the same kind of rule")
             for name, param in unit.unit.params.items():
-                if is_matrix[name] and (not unit.unit.whole or len(param.shape) < 2):
+                if is_matrix[name] and (not unit.unit.full_matrices or len(param.shape) < 2):
                     raise ValueError(
                         f"rules: {self.rule_of(name).type} needs full matrices; {name} is not one: create "
                         "the module with whole=[patterns of the matrices], and use another rule for the rest"
@@ -81,7 +81,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         return super().step(lr, max_norm)
 
     @cached_property
-    def _plain(self) -> dict[Key, tuple[States, int]]:
+    def _array_states(self) -> dict[Key, tuple[States, int]]:
         """States and step counts of arrays that the user passes to `step_on_params`."""
         return {}
 
@@ -95,18 +95,18 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         or the earlier calls.
         """
         lr = self.lr if lr is None else number("step_on_params: lr", lr, least=0)
-        arrays, gradients = keyed("params", params), keyed("grads", grads)
-        self._check_plain(arrays, gradients)
+        arrays, gradients = arrays_by_key("params", params), arrays_by_key("grads", grads)
+        self._check_arrays(arrays, gradients)
         for key, p in arrays.items():
             rule, zeros = self.rule_of(str(key)), device.in_use().zeros
-            states, steps = self._plain.get(key) or ({name: zeros(p.size) for name in rule.states}, 0)
-            self._plain[key] = states, steps + 1
+            states, steps = self._array_states.get(key) or ({name: zeros(p.size) for name in rule.states}, 0)
+            self._array_states[key] = states, steps + 1
             param = self.module.params.get(str(key))
             decays = p.ndim >= 2 if param is None else param.decays
             decay, rate = np.array([self.weight_decay * decays]), lr * self.rate_factor(str(key))
             rule.update(Part(p.reshape(-1), gradients[key].reshape(-1), states, decay), rate, 1.0, steps + 1)
 
-    def _check_plain(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
+    def _check_arrays(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
         """Raise ValueError unless all arrays can be updated."""
         if any(isinstance(self.rule_of(str(key)), MatrixRule) for key in params):
             raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
@@ -115,15 +115,15 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             raise ValueError(f"step_on_params: parameters have shapes {shapes}, but gradients have others")
         if not all(p.flags.c_contiguous for p in params.values()):
             raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
-        indices = [key for key in self._plain if isinstance(key, int)]
+        indices = [key for key in self._array_states if isinstance(key, int)]
         mismatch = indices and 0 in params and len(indices) != len(params)
-        for key, (states, _) in self._plain.items():
+        for key, (states, _) in self._array_states.items():
             sizes = {state.size for state in states.values()}
             if mismatch or (key in params and not sizes <= {params[key].size}):
                 raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:
-        return super().memory_bytes() + sum(bytes_of(states) for states, _ in self._plain.values())
+        return super().memory_bytes() + sum(bytes_of(states) for states, _ in self._array_states.values())
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -169,13 +169,11 @@ def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
         number(f"{what}: max_norm", max_norm, above=0)
 
 
-def keyed(what: str, arrays: Any) -> dict[Key, Array]:
+def arrays_by_key(what: str, arrays: Any) -> dict[Key, Array]:
     """Return arrays by name, or by index if given as a list; raise ValueError unless all are float arrays."""
     if isinstance(arrays, str) or not isinstance(arrays, Sequence | Mapping):
-        raise ValueError(
-            f"step_on_params: {what}: expected a list of arrays, or a mapping of names to them, got "
-            f"{came(arrays)}"
-        )
+        expected = "a list of arrays, or a mapping of names to them"
+        raise ValueError(f"step_on_params: {what}: expected {expected}, got {came(arrays)}")
     by_key: dict[Key, Array] = dict(arrays) if isinstance(arrays, Mapping) else dict(enumerate(arrays))
     for key, value in by_key.items():
         array(f"step_on_params: {what}[{key!r}]", value, kinds=FLOATING)

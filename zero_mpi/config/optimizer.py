@@ -64,7 +64,7 @@ def rounding_of(model: ModelConfig, qat: str) -> dict[str, Kind]:
 def state_count(unit: Unit, qat: str | None) -> int:
     """Return how many float32 values the optimizer keeps for each element; --qat adds a copy."""
     masters = qat is not None and any(is_matrix(name, param.shape) for name, param in unit.params.items())
-    return len((Muon if unit.whole else AdamW).states) + masters
+    return len((Muon if unit.full_matrices else AdamW).states) + masters
 
 
 Schedule = Callable[[int], float]

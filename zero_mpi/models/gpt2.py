@@ -58,9 +58,8 @@ class GPT2(ModelConfig):
             "norm_epsilon": keys.number("attention.layer_norm_epsilon"),
         }
 
-    def metadata(self) -> dict[str, Any]:
-        epsilon = {f"{self.arch}.attention.layer_norm_epsilon": np.float32(self.norm_epsilon)}
-        return super().metadata() | epsilon
+    def values_by_key(self) -> dict[str, Any]:
+        return super().values_by_key() | {"attention.layer_norm_epsilon": np.float32(self.norm_epsilon)}
 
     def block(self, prefix: str) -> Layer:
         width, hidden, eps = self.embedding_length, self.feed_forward_length, self.norm_epsilon

@@ -36,7 +36,7 @@ class SmolLM3(RotaryModel):
 
     arch: ClassVar[str] = "smollm3"
     interleaved: ClassVar[bool] = True
-    unturned: ClassVar[int] = 4
+    rope_free_period: ClassVar[int] = 4
     rms_epsilon: float = float(np.float32(1e-6))
 
 
@@ -79,7 +79,7 @@ class OLMo2(RotaryModel):
     norms_after: ClassVar[bool] = True
     may_tie: ClassVar[bool] = False
     any_head_width: ClassVar[bool] = False
-    refused: ClassVar[tuple[str, ...]] = (*UNSUPPORTED_KEYS, "attention.sliding_window")
+    refusals: ClassVar[tuple[str, ...]] = (*UNSUPPORTED_KEYS, "attention.sliding_window")
     rms_epsilon: float = float(np.float32(1e-6))
 
 

@@ -59,14 +59,14 @@ class ModelConfig:
         if dim % heads:
             uneven = f"--heads {heads} does not divide --dim {dim}"
             raise UsageError(f"{uneven}: every head gets dim / heads columns")
-        fields = {
-            "vocab_size": sizes["vocab_size"],
-            "context_length": sizes["context"],
-            "embedding_length": dim,
-            "block_count": sizes["layers"],
-            "head_count": heads,
-        }
-        return cls(**fields | cls.flag_fields(sizes) | cls.experts_from_flags(sizes))
+        return cls(
+            vocab_size=sizes["vocab_size"],
+            context_length=sizes["context"],
+            embedding_length=dim,
+            block_count=sizes["layers"],
+            head_count=heads,
+            **cls.flag_fields(sizes) | cls.experts_from_flags(sizes),
+        )
 
     @classmethod
     def flag_fields(cls, sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,13 +127,17 @@ class ModelConfig:
 
     def metadata(self) -> dict[str, Any]:
         """Return the GGUF keys of this architecture, which llama.cpp needs to open the file."""
+        return {f"{self.arch}.{name}": value for name, value in self.values_by_key().items()}
+
+    def values_by_key(self) -> dict[str, Any]:
+        """Return the values of the GGUF keys, which are without the architecture's prefix."""
         return {
-            f"{self.arch}.context_length": np.uint32(self.context_length),
-            f"{self.arch}.embedding_length": np.uint32(self.embedding_length),
-            f"{self.arch}.block_count": np.uint32(self.block_count),
-            f"{self.arch}.feed_forward_length": np.uint32(self.feed_forward_length),
-            f"{self.arch}.attention.head_count": np.uint32(self.head_count),
-            f"{self.arch}.vocab_size": np.uint32(self.vocab_size),
+            "context_length": np.uint32(self.context_length),
+            "embedding_length": np.uint32(self.embedding_length),
+            "block_count": np.uint32(self.block_count),
+            "feed_forward_length": np.uint32(self.feed_forward_length),
+            "attention.head_count": np.uint32(self.head_count),
+            "vocab_size": np.uint32(self.vocab_size),
         }
 
     def stages(self, recompute: bool = False) -> list[Stage]:
@@ -171,8 +175,8 @@ class ModelConfig:
 
     def check_tensors(self, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
         """Raise UsageError with the differences unless a file has exactly this model's tensors."""
-        params = stage_params(self.layers())
-        model_shapes = {name: part.shape for name, part in (params | self.constants()).items()}
+        tensors = stage_params(self.layers()) | self.constants()
+        model_shapes = {name: tensor.shape for name, tensor in tensors.items()}
         missing, surplus = model_shapes.keys() - shapes.keys(), shapes.keys() - model_shapes.keys()
         if missing or surplus:
             raise UsageError(
@@ -195,20 +199,19 @@ class ModelKeys:
 
     def number(self, name: str, default: float | None = None, *, least: float = 0) -> float:
         """Return the finite number at ARCH.NAME, or `default`; without a default the key is required."""
-        return self._given(name, self.keys.number(f"{self.arch}.{name}", least), default)
+        return self._value(name, self.keys.number(f"{self.arch}.{name}", least), default)
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return the positive integer at ARCH.NAME, or `default`; without a default the key is required."""
-        return self._given(name, self.keys.integer(f"{self.arch}.{name}", 1, MOST_SIZE), default)
+        return self._value(name, self.keys.integer(f"{self.arch}.{name}", 1, MOST_SIZE), default)
 
     def text(self, name: str) -> str | None:
         return self.keys.text(f"{self.arch}.{name}")
 
-    def _given(self, name: str, value: Number | None, default: Number | None) -> Number:
+    def _value(self, name: str, value: Number | None, default: Number | None) -> Number:
         number = default if value is None else value
         if number is None:
-            key = f"the GGUF key {self.arch}.{name}"
-            raise UsageError(f"{key} is missing; a {self.arch} model needs it")
+            raise UsageError(f"the GGUF key {self.arch}.{name} is missing; a {self.arch} model needs it")
         return number
 
     def blocks(self, tensors: Iterable[str]) -> int:

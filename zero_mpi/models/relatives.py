@@ -53,7 +53,7 @@ class Granite(Llama):
     """Configuration of a granite model, with its multipliers."""
 
     arch: ClassVar[str] = "granite"
-    refused: ClassVar[tuple[str, ...]] = tuple(key for key in UNSUPPORTED_KEYS if key != "attention.scale")
+    refusals: ClassVar[tuple[str, ...]] = tuple(key for key in UNSUPPORTED_KEYS if key != "attention.scale")
     may_have_experts: ClassVar[bool] = False
     embedding_scale: float = 12.0  # multiplies token embeddings
     residual_scale: float = float(np.float32(0.22))  # multiplies outputs of attention and feed-forward
@@ -75,9 +75,9 @@ class Granite(Llama):
             for name, (key, default) in MULTIPLIERS.items()
         }
 
-    def metadata(self) -> dict[str, Any]:
+    def values_by_key(self) -> dict[str, Any]:
         multipliers = {key: np.float32(getattr(self, name)) for name, (key, _) in MULTIPLIERS.items()}
-        return super().metadata() | {f"{self.arch}.{key}": value for key, value in multipliers.items()}
+        return super().values_by_key() | multipliers
 
     @property
     def score_scale(self) -> float:
@@ -108,9 +108,9 @@ class GraniteMoE(Granite):
         shared = keys.keys.integer(f"{cls.arch}.{SHARED}", 0, MOST_SIZE) or 0
         return super().file_fields(keys, tensors, read) | {SHARED: shared}
 
-    def metadata(self) -> dict[str, Any]:
+    def values_by_key(self) -> dict[str, Any]:
         width = np.uint32(self.expert_shared_feed_forward_length)
-        return super().metadata() | ({f"{self.arch}.{SHARED}": width} if width else {})
+        return super().values_by_key() | ({SHARED: width} if width else {})
 
     def experts(self, prefix: str, shared: Layer | None = None) -> Layer:
         width, hidden = self.embedding_length, self.expert_shared_feed_forward_length
@@ -129,11 +129,11 @@ class Phi3(RotaryModel):
     """Configuration of a phi3 model."""
 
     arch: ClassVar[str] = "phi3"
-    projected: ClassVar[type[ProjectQKV]] = JointQKV
-    gated: ClassVar[type[SwiGLU]] = JointSwiGLU
+    projection: ClassVar[type[ProjectQKV]] = JointQKV
+    activation: ClassVar[type[SwiGLU]] = JointSwiGLU
     any_head_width: ClassVar[bool] = False
     possible_biases: ClassVar[frozenset[str]] = frozenset()
-    refused: ClassVar[tuple[str, ...]] = tuple(key for key in UNSUPPORTED_KEYS if key != MAGNITUDE)
+    refusals: ClassVar[tuple[str, ...]] = tuple(key for key in UNSUPPORTED_KEYS if key != MAGNITUDE)
     long_factors: tuple[float, ...] = ()  # divisors of rotary frequencies; empty: none
     short_factors: tuple[float, ...] = ()
     original_context: int = 0  # longest context that uses short_factors; 0: the model's context
@@ -153,13 +153,13 @@ class Phi3(RotaryModel):
         fields["rope_magnitude"] = keys.number(MAGNITUDE, 1.0) or 1.0
         return fields
 
-    def metadata(self) -> dict[str, Any]:
+    def values_by_key(self) -> dict[str, Any]:
         keys: dict[str, Any] = {}
         if self.original_context:
             keys[ORIGINAL] = np.uint32(self.original_context)
         if self.rope_magnitude != 1:
             keys[MAGNITUDE] = np.float32(self.rope_magnitude)
-        return super().metadata() | {f"{self.arch}.{name}": value for name, value in keys.items()}
+        return super().values_by_key() | keys
 
     def constants(self) -> dict[str, Array]:
         tensors = {LONG: self.long_factors, SHORT: self.short_factors}
@@ -192,8 +192,8 @@ class Gemma3(RotaryModel):
     arch: ClassVar[str] = "gemma3"
     head_norms: ClassVar[bool] = True
     norms_after: ClassVar[bool] = True
-    gated: ClassVar[type[SwiGLU]] = GeGLU
-    refused: ClassVar[tuple[str, ...]] = (*UNSUPPORTED_KEYS, *SOFTCAPS)
+    activation: ClassVar[type[SwiGLU]] = GeGLU
+    refusals: ClassVar[tuple[str, ...]] = (*UNSUPPORTED_KEYS, *SOFTCAPS)
     rms_epsilon: float = float(np.float32(1e-6))
     rope_freq_base: float = 1e6
     sliding_window: int = 1024
@@ -205,8 +205,8 @@ class Gemma3(RotaryModel):
         window = keys.keys.integer(f"{cls.arch}.{WINDOW}", 0, MOST_SIZE) or 0
         return super().file_fields(keys, tensors, read) | {"sliding_window": window}
 
-    def metadata(self) -> dict[str, Any]:
-        return super().metadata() | {f"{self.arch}.{WINDOW}": np.uint32(self.sliding_window)}
+    def values_by_key(self) -> dict[str, Any]:
+        return super().values_by_key() | {WINDOW: np.uint32(self.sliding_window)}
 
     @property
     def score_scale(self) -> float:
@@ -220,7 +220,7 @@ class Gemma3(RotaryModel):
     def turn(self, block: int) -> list[Layer]:
         if self.window(block) is None:
             return super().turn(block)
-        return [RoPE(LOCAL_BASE, interleaved=self.interleaved, width=self.turned_width)]
+        return [RoPE(LOCAL_BASE, interleaved=self.interleaved, width=self.rotary_width)]
 
     def embedding(self) -> Layer:
         return Chain(super().embedding(), Multiply(float(np.float32(self.embedding_length) ** 0.5)))

@@ -98,16 +98,13 @@ class RopeScaling:
         pairs = np.arange(width // 2)
         if self.kind == LINEAR:
             return (self.factor,) * len(pairs)
-        low, high = self._ramp(width, base)
+        # The ramp is between the last pair of high frequency and the first pair of low frequency.
+        first, last = (
+            width * log(self.original / (turns * 2 * math.pi)) / (2 * log(base)) for turns in (FAST, SLOW)
+        )
+        low, high = max(0.0, math.floor(first)), min(width - 1.0, math.ceil(last))
         weight = 1 - np.clip((pairs - low) / max(0.001, high - low), 0, 1)
         return tuple((1 / (weight + (1 - weight) / self.factor)).tolist())
-
-    def _ramp(self, width: int, base: float) -> tuple[float, float]:
-        """Return the ends of the ramp: last pair of high frequency, first pair of low frequency."""
-        places = [
-            width * log(self.original / (turns * 2 * math.pi)) / (2 * log(base)) for turns in (FAST, SLOW)
-        ]
-        return max(0.0, math.floor(places[0])), min(width - 1.0, math.ceil(places[1]))
 
     @property
     def magnitude(self) -> float:
@@ -156,11 +153,11 @@ class RotaryModel(ModelConfig):
     joint_norms: ClassVar[bool] = False  # q and k are normalized over all heads together
     norms_before: ClassVar[bool] = True  # inputs of attention and feed-forward are normalized (pre-norm)
     norms_after: ClassVar[bool] = False  # outputs of attention and feed-forward are normalized (post-norm)
-    unturned: ClassVar[int] = 0  # every `unturned`-th block has no rotary positions; 0: all have them
+    rope_free_period: ClassVar[int] = 0  # one block in this many has no rotary positions; 0: none
     may_tie: ClassVar[bool] = True  # llama.cpp accepts a tied head
-    projected: ClassVar[type[ProjectQKV]] = ProjectQKV  # layer that computes q, k and v
-    gated: ClassVar[type[SwiGLU]] = SwiGLU  # gated activation of the feed-forward
-    refused: ClassVar[tuple[str, ...]] = UNSUPPORTED_KEYS  # unsupported keys that change results
+    projection: ClassVar[type[ProjectQKV]] = ProjectQKV  # layer that computes q, k and v
+    activation: ClassVar[type[SwiGLU]] = SwiGLU  # gated activation of the feed-forward
+    refusals: ClassVar[tuple[str, ...]] = UNSUPPORTED_KEYS  # unsupported keys that change results
     any_head_width: ClassVar[bool] = True  # llama.cpp accepts heads whose total width is not the model's
     possible_biases: ClassVar[frozenset[str]] = QKV_BIASES  # projections for which llama.cpp accepts a bias
     normalized: ClassVar[bool] = True  # the weights of the used experts sum to 1
@@ -200,7 +197,7 @@ class RotaryModel(ModelConfig):
 
     @classmethod
     def file_fields(cls, keys: ModelKeys, tensors: Collection[str], read: Read | None) -> dict[str, Any]:
-        keys.refuse(cls.refused)
+        keys.refuse(cls.refusals)
         if not cls.may_tie and "output.weight" not in tensors:
             raise UsageError(f"output.weight is missing: {cls.arch} models have an untied head")
         heads = cls.read_heads(keys, keys.size("embedding_length"))
@@ -262,13 +259,13 @@ class RotaryModel(ModelConfig):
             )
         return Heads(query, kv, key_width, value_width)
 
-    def metadata(self) -> dict[str, Any]:
+    def values_by_key(self) -> dict[str, Any]:
         keys = {
             "attention.head_count_kv": np.uint32(self.head_count_kv),
             "attention.layer_norm_rms_epsilon": np.float32(self.rms_epsilon),
             "attention.key_length": np.uint32(self.key_length),
             "attention.value_length": np.uint32(self.value_length),
-            "rope.dimension_count": np.uint32(self.turned_width),
+            "rope.dimension_count": np.uint32(self.rotary_width),
             "rope.freq_base": np.float32(self.rope_freq_base),
         }
         if self.expert_count:
@@ -277,7 +274,7 @@ class RotaryModel(ModelConfig):
             keys[self.expert_width] = np.uint32(self.feed_forward_length)
         if self.rope_scaling is not None:
             keys |= self.rope_scaling.metadata()
-        return super().metadata() | {f"{self.arch}.{name}": value for name, value in keys.items()}
+        return super().values_by_key() | keys
 
     def constants(self) -> dict[str, Array]:
         return {ROPE_FREQS: np.array(self.rope_factors, np.float32)} if self.rope_factors else {}
@@ -305,7 +302,7 @@ class RotaryModel(ModelConfig):
         return self.branch(
             f"{prefix}.attn_norm",
             f"{prefix}.post_attention_norm",
-            self.projected(prefix, width, heads, bias="attn_q" in self.biases),
+            self.projection(prefix, width, heads, bias="attn_q" in self.biases),
             *self.norms_of_heads(prefix),
             *self.turn(block_number(prefix)),
             CausalAttention(self.score_scale, self.window(block_number(prefix))),
@@ -320,7 +317,7 @@ class RotaryModel(ModelConfig):
 
     def turn(self, block: int) -> list[Layer]:
         """Return a list with the RoPE layer of a block; empty if it has none."""
-        if self.unturned and (block + 1) % self.unturned == 0:
+        if self.rope_free_period and (block + 1) % self.rope_free_period == 0:
             return []
         return [
             RoPE(
@@ -328,7 +325,7 @@ class RotaryModel(ModelConfig):
                 interleaved=self.interleaved,
                 factors=self.divisors,
                 magnitude=self.magnitude,
-                width=self.turned_width,
+                width=self.rotary_width,
             )
         ]
 
@@ -337,7 +334,7 @@ class RotaryModel(ModelConfig):
         return None
 
     @property
-    def turned_width(self) -> int:
+    def rotary_width(self) -> int:
         """Number of elements of a head that RoPE rotates."""
         return self.rope_dimension_count or self.key_length
 
@@ -346,7 +343,7 @@ class RotaryModel(ModelConfig):
         """Divisors of the rotary frequencies; empty: none."""
         if self.rope_scaling is None:
             return self.rope_factors
-        scaled = self.rope_scaling.divisors(self.turned_width, self.rope_freq_base)
+        scaled = self.rope_scaling.divisors(self.rotary_width, self.rope_freq_base)
         base = self.rope_factors or (1.0,) * len(scaled)
         return tuple(a * b for a, b in zip(base, scaled, strict=True))
 
@@ -362,7 +359,7 @@ class RotaryModel(ModelConfig):
         """Return the gated feed-forward, or the mixture of experts, with its norms."""
         width, hidden = self.embedding_length, self.feed_forward_length
         dense = (
-            self.gated(prefix, width, hidden, bias="ffn_gate" in self.biases),
+            self.activation(prefix, width, hidden, bias="ffn_gate" in self.biases),
             self.linear(prefix, "ffn_down", hidden, width),
         )
         layers = [self.experts(prefix)] if self.expert_count else dense

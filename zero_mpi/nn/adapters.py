@@ -133,7 +133,7 @@ class AddedRows:
     def backward(
         self, p: Weights, saved: Any, dy: Any, g: Gradients, dx: Any, part: slice, via: Any = ops
     ) -> Any:
-        dy = copied(dy[..., -self.rows :])
+        dy = copy_of(dy[..., -self.rows :])
         if self.name in g:
             via.linear_backward_w(dy, saved[0], g[self.name])
         return via.linear_backward_x(dy, p[self.name], dx)
@@ -144,7 +144,7 @@ def like(x: Any, width: int) -> Any:
     return pool_of(device.in_use()).take((*x.shape[:-1], width), x.dtype)
 
 
-def copied(x: Any) -> Any:
+def copy_of(x: Any) -> Any:
     """Return a contiguous copy of x in recycled memory."""
     out = like(x, x.shape[-1])
     out[...] = x
@@ -152,7 +152,7 @@ def copied(x: Any) -> Any:
 
 
 @singledispatch
-def parted(tokens: Any, first: int) -> tuple[Any, Any, Any]:
+def split_tokens(tokens: Any, first: int) -> tuple[Any, Any, Any]:
     """Return tokens with 0 for added ids (>= `first`), and flat positions and row numbers of added ids."""
     flat = tokens.reshape(-1)
     places = namespace(tokens).flatnonzero(flat >= first)

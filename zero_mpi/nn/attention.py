@@ -62,19 +62,19 @@ class ProjectQKV(Composite):
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
         self.heads = heads
         widths = zip("qkv", heads.widths, strict=True)
-        self.whole = [Linear(f"{prefix}.attn_{letter}", width, rows, bias=bias) for letter, rows in widths]
-        self.linears: Sequence[Linear | Rows] = self.whole
+        self.linears = [Linear(f"{prefix}.attn_{letter}", width, rows, bias=bias) for letter, rows in widths]
+        self.projections: Sequence[Linear | Rows] = self.linears
 
     def parts(self) -> Sequence[Layer]:
-        return self.whole
+        return self.linears
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        results, saved = zip(*(linear.forward(p, x) for linear in self.linears), strict=True)
+        results, saved = zip(*(linear.forward(p, x) for linear in self.projections), strict=True)
         return self.heads.split(*results), saved
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
         dx = None
-        for linear, activations, d in zip(self.linears, saved, dy, strict=True):
+        for linear, activations, d in zip(self.projections, saved, dy, strict=True):
             dx = linear.backward(p, activations, merge(d), g, dx)
         return dx
 
@@ -87,15 +87,15 @@ class JointQKV(ProjectQKV):
 
     def __init__(self, prefix: str, width: int, heads: Heads, *, bias: bool = False) -> None:
         self.heads = heads
-        self.whole = [Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias, fused=heads.widths)]
-        self.linears = rows_of(self.whole[0], heads.widths)
+        self.linears = [Linear(f"{prefix}.attn_qkv", width, sum(heads.widths), bias=bias, fused=heads.widths)]
+        self.projections = rows_of(self.linears[0], heads.widths)
 
 
 class FusedQKV(JointQKV):
     """`JointQKV` with a single matrix product; q, k and v are columns of its result."""
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        qkv, saved = self.whole[0].forward(p, x)
+        qkv, saved = self.linears[0].forward(p, x)
         a, b, _ = self.heads.widths
         return self.heads.split(qkv[..., :a], qkv[..., a : a + b], qkv[..., a + b :]), saved
 
@@ -103,7 +103,7 @@ class FusedQKV(JointQKV):
         dqkv = side_by_side(dy)  # attention's backward returns dq, dk and dv as columns of one array
         if dqkv is None:
             dqkv = namespace(saved[0]).concatenate([merge(d) for d in dy], axis=-1)
-        return self.whole[0].backward(p, saved, dqkv, g)
+        return self.linears[0].backward(p, saved, dqkv, g)
 
 
 class QKNorm(Composite):

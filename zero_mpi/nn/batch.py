@@ -71,10 +71,9 @@ class Documents:
 
     def rows(self, table: Array) -> Array:
         """Return the row of `table` at each token's position, (B T, ...); results are cached by table."""
-        entry = self._rows.get(id(table))
-        if entry is None:
-            entry = self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
-        return entry[1]
+        if id(table) not in self._rows:
+            self._rows[id(table)] = table, ops.embedding(self.positions.reshape(-1), table)
+        return self._rows[id(table)][1]
 
     def within(self, window: int) -> Array:
         """Return the first position that each position attends to in a window, (B, T); results are cached."""
@@ -100,13 +99,13 @@ class BatchContext:
     factors: Mapping[str, float] = field(default_factory=dict)  # auxiliary loss -> factor; empty: no backward
     sums: dict[str, Any] = field(default_factory=dict)  # sums over layers, complete when backward begins
     stage: int = 0  # number of the current stage
-    _reported: set[tuple[str, str, int]] = field(default_factory=set)
+    _reports: set[tuple[str, str, int]] = field(default_factory=set)
 
     def report(self, layer: str, **values: Any) -> None:
         """Add values of the layer named `layer` to the sums. Recomputation does not add them again."""
         for name, value in values.items():
-            if (key := (name, layer, self.stage)) not in self._reported:
-                self._reported.add(key)
+            if (key := (name, layer, self.stage)) not in self._reports:
+                self._reports.add(key)
                 self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 

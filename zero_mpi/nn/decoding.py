@@ -1,7 +1,7 @@
 """Generation without Python code between layers: one call computes the next position of each sequence.
 
 `Program` visits the layers of a model once and records their computation as instructions of `ops.cpu.decode`.
-`RECORDED` lists the supported layers; a model with other layers uses `infer`.
+`RECORDERS` lists the supported layers; a model with other layers uses `infer`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Decoder:
 
     def read(self, ids: Array) -> Array:
         """Return outputs (T, V) for ids (T,) at the positions after those in the cache."""
-        program = self._recorded() if len(ids) == 1 and self.cache.position else None
+        program = self._next_program() if len(ids) == 1 and self.cache.position else None
         if program is None:
             y: Any = ids[None]
             for stage in self.stages:
@@ -56,7 +56,7 @@ class Decoder:
         self.cache.position += len(ids)
         return y
 
-    def _recorded(self) -> Program | None:
+    def _next_program(self) -> Program | None:
         """Return a program with capacity for one more position; None if the model cannot be recorded."""
         position = self.cache.position
         if self._records and (self.program is None or self.program.capacity <= position):
@@ -77,7 +77,7 @@ class Batch:
         capacity, cache = int(self._positions.max()) + tokens, Cache()
         for layer in readers[0].cache.entries:
             entries = [reader.cache.entries[layer] for reader in readers]
-            cache.entries[layer] = tuple(joined(arrays, capacity) for arrays in zip(*entries, strict=True))
+            cache.entries[layer] = tuple(stack(arrays, capacity) for arrays in zip(*entries, strict=True))
         self._program = Program(readers[0], cache, capacity, len(prompts))
 
     def read(self, ids: Array) -> Array:
@@ -87,7 +87,7 @@ class Batch:
         return self.outputs
 
 
-def joined(arrays: Sequence[Array], capacity: int) -> Array:
+def stack(arrays: Sequence[Array], capacity: int) -> Array:
     """Return one array (B, capacity, ...) with the arrays (1, positions, ...) of several sequences."""
     batch = np.zeros((len(arrays), capacity, *arrays[0].shape[2:]), arrays[0].dtype)
     for row, array in zip(batch, arrays, strict=True):
@@ -109,12 +109,12 @@ class Program:
         self.code, self.p, self.cache = decode, model.p, cache
         self.capacity, self.sequences = capacity, sequences
         self._steps = list[list[list[int]]]()
-        self._kept = list[Any]()  # arrays whose addresses are in instructions, kept alive
+        self._arrays = list[Any]()  # arrays whose addresses are in instructions, kept alive
         self._buffers: dict[tuple[int, int, int], Array] = {}
         self.first: tuple[Embedding, Array] | None = None
         x: Any = None
         for number, stage in enumerate(model.stages):  # buffers of a stage are reused two stages later
-            self._turn, self._taken = number % 2, 0
+            self._turn, self._count = number % 2, 0
             x = self.record(stage.layer, x)
         self._outputs, self._code = x, decode.instructions(*self._steps)
         ops.fill_cache(ops.GENERATION, log.info)
@@ -129,14 +129,14 @@ class Program:
 
     def record(self, layer: Layer, x: Any) -> Any:
         """Record a layer and return its output; raise Unrecorded if it is not supported."""
-        if type(layer) not in RECORDED:
+        if type(layer) not in RECORDERS:
             raise Unrecorded(type(layer).__name__)
-        return RECORDED[type(layer)](self, layer, x)
+        return RECORDERS[type(layer)](self, layer, x)
 
     def buffer(self, *shape: int) -> Array:
         """Return an array (B, ...) for results of the current stage."""
-        self._taken += 1
-        key = self._turn, self._taken, int(np.prod(shape))
+        self._count += 1
+        key = self._turn, self._count, int(np.prod(shape))
         buffer = self._buffers.setdefault(key, np.zeros((self.sequences, key[2]), np.float32))
         return buffer.reshape(self.sequences, *shape)
 
@@ -145,7 +145,7 @@ class Program:
         array = x if isinstance(x, np.ndarray) else np.asarray(x, np.float32)
         if array.dtype != np.float32 or not array.flags.c_contiguous:
             raise Unrecorded(f"an array of {array.dtype}")
-        self._kept.append(array)
+        self._arrays.append(array)
         return address(array)
 
     def step(self, *lines: list[int]) -> None:
@@ -162,7 +162,7 @@ class Program:
         """Record the products W x of pairs (W, x) that do not depend on each other."""
         products = [self.buffer(w.shape[0]) for w, _ in pairs]
         for w, _ in pairs:
-            self._kept.append(w) if isinstance(w, PackedMatrix) else self.place(w)
+            self._arrays.append(w) if isinstance(w, PackedMatrix) else self.place(w)
         self.step(*(self.code.product(w, x, y) for (w, x), y in zip(pairs, products, strict=True)))
         return products
 
@@ -210,14 +210,14 @@ def chain(program: Program, layer: Chain, x: Any) -> Any:
     return x
 
 
-def gated(program: Program, layer: SwiGLU, x: Array) -> Array:
+def swiglu(program: Program, layer: SwiGLU, x: Array) -> Array:
     gate, up = program.project([layer.gate, layer.up], x)
     return program.combine(program.code.GEGLU if isinstance(layer, GeGLU) else program.code.SWIGLU, gate, up)
 
 
 def heads(program: Program, layer: ProjectQKV, x: Array) -> Any:
     """Record the projections of q, k and v; return them as (B, heads, width)."""
-    q, k, v = (y[:, None] for y in program.project(layer.linears, x))
+    q, k, v = (y[:, None] for y in program.project(layer.projections, x))
     return tuple(y[:, 0] for y in layer.heads.split(q, k, v))
 
 
@@ -226,7 +226,7 @@ def head_norms(program: Program, layer: QKNorm, x: Any) -> Any:
     return *(program.normalize(*args) for args in zip(layer.norms, x[:2], counts, strict=True)), x[2]
 
 
-def turned(program: Program, layer: RoPE, x: Any) -> Any:
+def rotation(program: Program, layer: RoPE, x: Any) -> Any:
     """Record the rotation of q and k in place."""
     q, k, v = x
     width = layer.width or q.shape[-1]
@@ -237,7 +237,7 @@ def turned(program: Program, layer: RoPE, x: Any) -> Any:
     return q, k, v
 
 
-def attended(program: Program, layer: CausalAttention, x: Any) -> Array:
+def attention(program: Program, layer: CausalAttention, x: Any) -> Array:
     """Record attention, and the write of the new position's keys and values to the cache."""
     q, k, v = x
     entry = program.cache.extend(layer, k[:, None], v[:, None], program.capacity)
@@ -252,7 +252,7 @@ def attended(program: Program, layer: CausalAttention, x: Any) -> Array:
     return y
 
 
-RECORDED: dict[type[Layer], Callable[[Program, Any, Any], Any]] = {
+RECORDERS: dict[type[Layer], Callable[[Program, Any, Any], Any]] = {
     Embedding: embedding,
     LearnedPositions: lambda program, layer, x: program.combine(
         program.code.ADD, x, program.p[layer.weight], 2
@@ -264,10 +264,10 @@ RECORDED: dict[type[Layer], Callable[[Program, Any, Any], Any]] = {
     LayerNorm: Program.normalize,
     Multiply: lambda program, layer, x: program.combine(program.code.SCALE, x, layer.factor, 1),
     GELU: lambda program, layer, x: program.combine(program.code.GELU, x, 0.0, 1),
-    **dict.fromkeys((SwiGLU, JointSwiGLU, GeGLU), gated),
+    **dict.fromkeys((SwiGLU, JointSwiGLU, GeGLU), swiglu),
     **dict.fromkeys((ProjectQKV, JointQKV, FusedQKV), heads),
     **dict.fromkeys((QKNorm, JointQKNorm), head_norms),
-    RoPE: turned,
-    CausalAttention: attended,
+    RoPE: rotation,
+    CausalAttention: attention,
     MergeHeads: lambda program, layer, x: x.reshape(len(x), -1),
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.arguments import WHOLE, array
-from zero_mpi.nn.adapters import AddedRows, parted
+from zero_mpi.nn.adapters import AddedRows, split_tokens
 from zero_mpi.nn.batch import batch_of
 from zero_mpi.nn.layer import Cache, Gradients, Layer, Param, Weights
 from zero_mpi.ops.packed_matrix import PackedMatrix
@@ -19,34 +19,34 @@ class Embedding(Layer):
 
     def __init__(self, name: str, vocabulary: int, width: int, *, std: float = 0.02) -> None:
         self.weight, self.param = f"{name}.weight", Param((vocabulary, width), std=std)
-        self.added: AddedRows | None = None
+        self.added_rows: AddedRows | None = None
 
     def split(self, rows: int) -> None:
         """Make the last rows a separate parameter; the other rows must then be frozen."""
         vocabulary, width = self.param.shape
         self.param = Param((vocabulary - rows, width))
-        self.added = AddedRows(self.weight, rows, width)
+        self.added_rows = AddedRows(self.weight, rows, width)
 
     def params(self) -> dict[str, Param]:
         params = {self.weight: self.param}
-        return params if self.added is None else params | self.added.params()
+        return params if self.added_rows is None else params | self.added_rows.params()
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
         array(f"{self.weight}: tokens", x, kinds=WHOLE)  # float tokens would be truncated, or fail later
         w: Any = p[self.weight]
-        if self.added is not None:
-            base, places, rows = parted(x, w.shape[0])
+        if self.added_rows is not None:
+            base, places, rows = split_tokens(x, w.shape[0])
             y = ops.embedding(base, w)
             if rows.size:
-                y.reshape(-1, w.shape[1])[places] = ops.embedding(rows, p[self.added.name])
+                y.reshape(-1, w.shape[1])[places] = ops.embedding(rows, p[self.added_rows.name])
             return y, x
         return (w.rows(x) if isinstance(w, PackedMatrix) else ops.embedding(x, w)), x
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        if self.added is not None:
-            _, places, rows = parted(saved, self.param.shape[0])
-            if rows.size and self.added.name in g:
-                ops.embedding_backward(rows, dy.reshape(-1, dy.shape[-1])[places], g[self.added.name])
+        if self.added_rows is not None:
+            _, places, rows = split_tokens(saved, self.param.shape[0])
+            if rows.size and self.added_rows.name in g:
+                ops.embedding_backward(rows, dy.reshape(-1, dy.shape[-1])[places], g[self.added_rows.name])
         elif self.weight in g:
             ops.embedding_backward(saved, dy, g[self.weight])
 

@@ -95,7 +95,7 @@ class Routing(NamedTuple):
 
     logits: Any
     p: Any
-    chosen: Any
+    experts: Any
     rows: Any
     tokens: Any
     weights: Any
@@ -156,7 +156,7 @@ class Experts(Composite, AddsInForward):
     def forward(self, p: Weights, x: Any, residual: Any = None) -> tuple[Any, Any]:
         flat, pairs, saved_shared = x.reshape(-1, x.shape[-1]), dict[int | None, tuple[Any, Any]](), None
         routing = self.route(p, flat)
-        self.losses.report(batch_of(p), routing.logits, routing.p, routing.chosen, routing.starts)
+        self.losses.report(batch_of(p), routing.logits, routing.p, routing.experts, routing.starts)
         for observe in OBSERVERS:
             observe(self.router.weight, flat, None)
         rows = ops.embedding(routing.tokens, flat)
@@ -171,7 +171,7 @@ class Experts(Composite, AddsInForward):
                 bounds = routing.starts.clip(part.start, part.stop) - part.start
                 self._observe(rows[part], gate, up, bounds)
             inner = ops.weighted_swiglu(gate, up, routing.weights[part])
-            rows = placed(rows, part, self.down.forward(weights, inner, via=via)[0])
+            rows = with_part(rows, part, self.down.forward(weights, inner, via=via)[0])
         if self.shared is not None:
             y, saved_shared = self.shared.forward_onto(p, x, residual)
         else:
@@ -195,24 +195,24 @@ class Experts(Composite, AddsInForward):
             inputs = ops.embedding(routing.tokens[part], flat), None
             drows = self.gate.backward(weights, inputs, dgate, gradients, via=via)
             drows = self.up.backward(weights, inputs, dup, gradients, drows, via=via)
-            rows = placed(rows, part, drows)
+            rows = with_part(rows, part, drows)
             dweights.append((part, dw))
-        dx = self._backward_of_choice(p, flat, routing, dweights, g)
+        dx = self._backward_of_router(p, flat, routing, dweights, g)
         ops.embedding_backward(routing.tokens, rows, dx)
         dx = dx.reshape(x.shape)
         return dx if self.shared is None else self.shared.backward_onto(p, saved_shared, dy, g, dx)
 
-    def _backward_of_choice(
+    def _backward_of_router(
         self, p: Weights, x: Any, routing: Routing, dweights: list[tuple[slice, Any]], g: Gradients
     ) -> Any:
         """Return the router's contribution to dx (T, C); dweights: gradients of the rows' weights."""
-        (_, dw), *rest = dweights
-        if rest:
+        dw = dweights[0][1]
+        if len(dweights) > 1:
             dw = routing.weights.astype(dw.dtype)
             for part, values in dweights:
                 dw[part] = values
         dlogits = ops.route_backward(
-            dw, routing.weights, routing.p, routing.chosen, routing.rows, self.normalized
+            dw, routing.weights, routing.p, routing.experts, routing.rows, self.normalized
         )
         self.losses.add_gradient(batch_of(p), dlogits, routing.logits, routing.p)
         return self.router.backward(p, (x, None), dlogits, g)
@@ -225,7 +225,7 @@ class Experts(Composite, AddsInForward):
                 observe(linear.weight, x, starts)
 
 
-def placed(rows: Any, part: slice, values: Any) -> Any:
+def with_part(rows: Any, part: slice, values: Any) -> Any:
     """Return `rows` with `part` replaced by `values`; if the part is all rows, return `values` itself."""
     if len(values) == len(rows):
         return values

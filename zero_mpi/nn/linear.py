@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_mpi import ops
 from zero_mpi.device.arrays import Scalar
-from zero_mpi.nn.adapters import FIRST, SECOND, AddedRows, LowRank, copied
+from zero_mpi.nn.adapters import FIRST, SECOND, AddedRows, LowRank, copy_of
 from zero_mpi.nn.layer import AddsInForward, Gradients, Param, Weights
 from zero_mpi.ops.packed_matrix import PackedMatrix
 from zero_mpi.ops.reference import chunk_rows
@@ -98,8 +98,7 @@ class Linear(AddsInForward):
             observe(self.weight, x, None)
         bias = some(p[self.bias], part) if self.bias else None
         w = self._matrix(p, part)
-        is_packed = isinstance(w, PackedMatrix)
-        y = w.linear(x, bias, residual) if is_packed else via.linear(x, w, bias, residual)
+        y = w.linear(x, bias, residual) if isinstance(w, PackedMatrix) else via.linear(x, w, bias, residual)
         if self.adapter is not None and narrow is not None:
             y = self.adapter.add_to(y, p, narrow, part, via)
         return y, saved
@@ -116,7 +115,7 @@ class Linear(AddsInForward):
     ) -> Any:
         """Return dx for a part of the rows of W, added to `into` if it is given."""
         adapter = self.adapter
-        dy_base = copied(dy[..., : -adapter.rows]) if isinstance(adapter, AddedRows) else dy
+        dy_base = copy_of(dy[..., : -adapter.rows]) if isinstance(adapter, AddedRows) else dy
         if self.weight in g:
             via.linear_backward_w(dy_base, saved[0], some(g[self.weight], part))
         if self.bias and self.bias in g:

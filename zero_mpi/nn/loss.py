@@ -89,7 +89,7 @@ class CrossEntropy(HeadLoss):
         return cross_entropy(logits, self.targets, self.scale)
 
     def train(self, head: Layer, p: Weights, x: Any, g: Gradients, factor: float) -> tuple[Scalar, Any]:
-        x_rows, targets, rows = self._given(x)
+        x_rows, targets, rows = self._counted_rows(x)
         loss, dy = head.loss(p, x_rows, targets, self.scale * factor, g)
         if rows is not None and dy is not None:
             dx = zeros_of(x, dy.dtype)
@@ -98,9 +98,9 @@ class CrossEntropy(HeadLoss):
         return loss / factor, dy
 
     def evaluate(self, head: Layer, p: Weights, x: Any) -> list[Scalar]:
-        return [head.evaluate(p, *self._given(x)[:2], self.scale)]
+        return [head.evaluate(p, *self._counted_rows(x)[:2], self.scale)]
 
-    def _given(self, x: Any) -> tuple[Any, Any, Any]:
+    def _counted_rows(self, x: Any) -> tuple[Any, Any, Any]:
         """Return the rows that the last stage receives, their targets, and their indices (None: all rows)."""
         to_device, rows = device.in_use().from_host, rows_that_count(self.targets)
         if rows is None:
@@ -146,7 +146,7 @@ class Distilled(CrossEntropy):
         rows = xp.arange(len(z))[:, None]
         ids, logp, rest = (to_device(np.ascontiguousarray(records[name])) for name in ("ids", "logp", "rest"))
         ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
-        share = ops.cross_entropy(self.cooled(z), targets, 1.0)[1].astype(np.float32, copy=False)
+        share = ops.cross_entropy(self.cool(z), targets, 1.0)[1].astype(np.float32, copy=False)
         share[rows[:, 0], targets] += 1  # the softmax, from the gradient of the cross-entropy
         student, teacher = share[rows, ids].astype(np.float64), exps(logp)
         remainder = xp.maximum(LEAST, 1 - student.sum(axis=-1))
@@ -158,7 +158,7 @@ class Distilled(CrossEntropy):
         share /= np.float32(self.temperature)
         return terms[mask].sum(), share
 
-    def cooled(self, z: Any) -> Any:
+    def cool(self, z: Any) -> Any:
         logits = pool_of(device.in_use()).take(z.shape, z.dtype)
         namespace(z).divide(z, z.dtype.type(self.temperature), out=logits)
         return logits

@@ -58,14 +58,13 @@ class Preference:
         """Return the loss terms and slopes. Better answers have even `numbers`, worse answers odd ones."""
         if not all(map(math.isfinite, sums)):
             return Scored([math.nan], [math.nan] * len(sums))
+        results: list[tuple[float, ...]]  # a term, and its derivatives with respect to its sums
         if self.is_unpaired:
-            pairs = [self._kto(number, ratio, kl) for number, ratio in zip(numbers, sums, strict=True)]
-            return Scored([term for term, _ in pairs], [slope for _, slope in pairs])
-        by_pair = [
-            PAIRWISE[self.name](self, *sums[place : place + 2], *map(float, counts[place : place + 2]))
-            for place in range(0, len(sums), 2)
-        ]
-        return Scored([pair[0] for pair in by_pair], [slope for pair in by_pair for slope in pair[1:]])
+            results = [self._kto(number, ratio, kl) for number, ratio in zip(numbers, sums, strict=True)]
+        else:
+            pairs = zip(sums[::2], sums[1::2], map(float, counts[::2]), map(float, counts[1::2]), strict=True)
+            results = [PAIRWISE[self.name](self, *pair) for pair in pairs]
+        return Scored([term for term, *_ in results], [slope for _, *slopes in results for slope in slopes])
 
     def _kto(self, number: int, ratio: float, kl: float) -> tuple[float, float]:
         weight, sign = (self.undesirable_weight, -1) if number % 2 else (self.desirable_weight, 1)

@@ -80,7 +80,7 @@ class ShardedOptimizer:
         self._offload = agreed(module.comm, f"this {label}", prepare)
         self.module, self.rules = module, dict(rules)
         self.lr, self.weight_decay, self._scales = float(lr), float(weight_decay), scales["lr_scale"]
-        self._chosen: dict[str, Rule] = {}  # rules by name, so that patterns are not matched in every step
+        self._rules_by_name: dict[str, Rule] = {}  # so that patterns are not matched in every step
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
         self.check_units()
@@ -103,14 +103,14 @@ class ShardedOptimizer:
 
     def rule_of(self, name: str) -> Rule:
         """Return the rule of a parameter; raise ValueError if none matches."""
-        rule = self._chosen.get(name) or matched(self.rules, name, None)
+        rule = self._rules_by_name.get(name) or value_of(self.rules, name, None)
         if rule is None:
             raise ValueError(f"rules: no pattern matches {name}: add a rule for the pattern *")
-        self._chosen[name] = rule
+        self._rules_by_name[name] = rule
         return rule
 
     def rate_factor(self, name: str) -> float:
-        return matched(self._scales, name, 1.0)
+        return value_of(self._scales, name, 1.0)
 
     def _is_directed(self, unit: ShardedUnit) -> bool:
         """Return whether a unit's rules need full matrices (`MatrixRule.direct` runs on their owners)."""
@@ -122,18 +122,15 @@ class ShardedOptimizer:
         Rates rarely differ, so a unit has few segments. An element's update does not depend on the segments.
         """
         part, full = unit.updated[2], unit.unit
+        factors = [value_of(scales, name, float(param.decays)) for name, param in full.params.items()]
         chunks = slice(part.start // full.quantum, -(-part.stop // full.quantum))
-        decays, updates = list[float](), list[tuple[float, Rule]]()
-        for name, param in full.params.items():
-            count = full.chunks(name)
-            decays += [matched(scales, name, float(param.decays))] * count
-            updates += [(self.rate_factor(name), self.rule_of(name))] * count
-        segments, start = list[Segment](), 0
-        for (factor, rule), group in groupby(updates[chunks]):
-            stop = start + full.quantum * sum(1 for _ in group)
-            segments.append((slice(start, stop), factor, rule))
+        decays = np.repeat(factors, [full.chunks(name) for name in full.params])[chunks].copy()
+        segments, start = list[Segment](), -part.start  # some segments may end before the part or after it
+        for update, names in groupby(full.params, lambda name: (self.rate_factor(name), self.rule_of(name))):
+            stop = start + full.quantum * sum(map(full.chunks, names))
+            segments.append((slice(start, stop), *update))
             start = stop
-        return device.in_use().from_host(np.array(decays[chunks], np.float64)), segments
+        return device.in_use().from_host(decays), segments
 
     def averages(self) -> Mapping[str, Array]:
         """Return the moving averages by unit (not copies); before any update they equal the parameters."""
@@ -235,11 +232,11 @@ class ShardedOptimizer:
         decay = self.weight_decay * decays
         for part, p, states in self._chunks(unit, parameters):
             for segment, factor, rule in segments:
-                span = slice(max(segment.start, part.start), min(segment.stop, part.stop))
-                if span.start >= span.stop:
+                start, stop = max(segment.start, part.start), min(segment.stop, part.stop)
+                if start >= stop:
                     continue
-                local = slice(span.start - part.start, span.stop - part.start)
-                runs = slice(span.start // quantum, -(-span.stop // quantum))
+                span, local = slice(start, stop), slice(start - part.start, stop - part.start)
+                runs = slice(start // quantum, -(-stop // quantum))
                 rounded = None if low is None else low[span]
                 names = () if isinstance(rule, MatrixRule) else rule.states
                 views = {name: states[name][local] for name in names}
@@ -267,7 +264,7 @@ def bytes_of(states: States) -> int:
     return int(sum(state.nbytes for state in states.values()))
 
 
-def matched(values: Mapping[str, T], name: str, otherwise: T) -> T:
+def value_of(values: Mapping[str, T], name: str, otherwise: T) -> T:
     """Return the value of the last pattern that matches a name, or `otherwise`."""
     matches = [value for pattern, value in values.items() if fnmatchcase(name, pattern)]
     return matches[-1] if matches else otherwise

@@ -104,7 +104,7 @@ class Case:
         return self.device == "cuda"
 
     @property
-    def offloaded(self) -> int:
+    def offloaded_arrays(self) -> int:
         """Number of arrays per parameter, such as moments, that are in host memory."""
         return 0 if self.offload == NONE else len(AdamW.states) + (self.offload == STATE)
 
@@ -165,7 +165,7 @@ class Case:
         return Rounds(-(-self.batch_size // self.micro_batch), 0, self.ranks)
 
     @property
-    def measured(self) -> tuple[bool, ...]:
+    def scoring_passes(self) -> tuple[bool, ...]:
         """One flag per pass that only computes log-probabilities: True if the pass uses the adapters."""
         if self.preference is None or not self.preference.has_reference:
             return ()
@@ -173,7 +173,7 @@ class Case:
         return (False,) * (1 + unpaired) * self.base_is_reference + (True,) * unpaired
 
     @property
-    def summed(self) -> int:
+    def log_probabilities(self) -> int:
         """Number of log-probabilities that ranks send per step; 0 without a preference loss."""
         return 0 if self.preference is None else 2 * self.batch_size * (1 + self.preference.learns_prompts)
 
@@ -190,7 +190,7 @@ class Case:
 
     @cached_property
     def layout(self) -> Layout:
-        return layout_of(Case(**{name: getattr(self, name) for name in OF_LAYOUT})).dealt(self.owners)
+        return layout_of(Case(**{name: getattr(self, name) for name in OF_LAYOUT})).with_owners(self.owners)
 
     @cached_property
     def partitions(self) -> list[Partition]:
@@ -202,7 +202,7 @@ class Case:
         return [(unit, part.counts[0]) for unit, part in zip(self.layout.units, self.partitions, strict=True)]
 
     @property
-    def trained(self) -> list[tuple[Unit, int]]:
+    def trained_slices(self) -> list[tuple[Unit, int]]:
         """The pairs of `slices` whose unit is trained."""
         return [(unit, count) for unit, count in self.slices if unit.trainable]
 

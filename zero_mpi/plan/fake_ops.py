@@ -25,7 +25,7 @@ from zero_mpi import device, ops
 from zero_mpi.device import Host
 from zero_mpi.device.arrays import RECYCLED_FROM, size_class
 from zero_mpi.device.types import Array
-from zero_mpi.nn.adapters import merged, parted
+from zero_mpi.nn.adapters import merged, split_tokens
 from zero_mpi.nn.experts import rows_of
 from zero_mpi.ops import signatures
 from zero_mpi.ops.packed_matrix import PackedStack
@@ -62,14 +62,14 @@ class FakeArray(np.ndarray[Any, Any]):
 class FakeMemory:
     """Counter of the memory and the work of fake arrays, with subclasses in `plan.workspaces`.
 
-    held: bytes of recycled blocks; small: peak bytes of arrays too small to be recycled
+    recycled: bytes of recycled blocks; small: peak bytes of arrays too small to be recycled
     logits: bytes of the largest chunk of logits, which is one of the recycled blocks
-    flop: floating-point operations of products; moved: bytes that all other operations read and write
+    flop: floating-point operations of products; moved_bytes: bytes that all other operations read and write
     """
 
     def __init__(self) -> None:
-        self.held = self.small = self.logits = 0
-        self.flop = self.moved = 0.0
+        self.recycled = self.small = self.logits = 0
+        self.flop = self.moved_bytes = 0.0
         self._small_now = 0
         self._free: Counter[int] = Counter()  # blocks by size class
         self._arena: Any = b""
@@ -84,7 +84,7 @@ class FakeMemory:
         elif self._free[block]:
             self._free[block] -= 1
         else:
-            self.held += block
+            self.recycled += block
         # Each view references the owner of its addresses.
         weakref.finalize(fake.base, self._give, block, fake.nbytes).atexit = False
         return fake
@@ -113,10 +113,10 @@ class FakeMemory:
         self.flop += 2.0 * rows * columns * depth
 
     def passes(self, *arrays: Array) -> None:
-        self.moved += sum(array.nbytes for array in arrays)
+        self.moved_bytes += sum(array.nbytes for array in arrays)
 
     def spent(self) -> tuple[float, float]:
-        spent, self.flop, self.moved = (self.flop, self.moved), 0.0, 0.0
+        spent, self.flop, self.moved_bytes = (self.flop, self.moved_bytes), 0.0, 0.0
         return spent
 
 
@@ -268,7 +268,7 @@ def count_attention(q: Array, k: Array, widths: int, passes: int, begins: Array 
     if begins is not None and memory.skips_unseen:
         size -= unseen_weights(begins)
     memory.product(heads, size, widths)
-    memory.moved += passes * FLOAT * heads * size * memory.moves_scores(q, begins)
+    memory.moved_bytes += passes * FLOAT * heads * size * memory.moves_scores(q, begins)
 
 
 @fake(ops.cross_entropy)
@@ -296,7 +296,7 @@ def _(
     for _ in range(1 + (dw is not None) + need_dx):
         memory.product(lines(x), *w.shape)
     passes = 4 + (b is not None) + (db is not None)  # maximum, exponentials, weights, gradient
-    memory.moved += passes * logits.itemsize * lines(x) * w.shape[0]
+    memory.moved_bytes += passes * logits.itemsize * lines(x) * w.shape[0]
     return 0.0, dx
 
 
@@ -319,7 +319,7 @@ def _(starts: Array, members: slice, count: int) -> tuple[slice, Array]:
     return slice(count * first // experts, count * last // experts), starts[first : last + 1]
 
 
-@parted.register(FakeArray)
+@split_tokens.register(FakeArray)
 def _(tokens: Array, first: int) -> tuple[Array, Array, Array]:
     empty = tokens.reshape(-1)[:0]  # assume no added tokens, since texts have few
     return tokens, empty, empty

@@ -96,10 +96,12 @@ def assumed(on_gpu: bool, precision: str) -> Machine:
 def machine_of(numbers: Mapping[str, float], base: Machine = ASSUMED) -> Machine:
     """Return machine `base` with the values in `numbers`."""
     for name, number in numbers.items():
-        field, _, of_link = (RATES[name][0] if name in RATES else name).partition(".")
-        speed: Any = replace(getattr(base, field), **{of_link: number}) if of_link else number
-        changes: dict[str, Any] = {field: int(number) if field == "memory" else speed}
-        base = replace(base, **changes)
+        if name == "memory":
+            base = replace(base, memory=int(number))
+        else:
+            field, _, part = RATES[name][0].partition(".")
+            speed: Any = replace(getattr(base, field), **{part: number}) if part else number
+            base = replace(base, **{field: speed})
     return base
 
 
@@ -124,7 +126,7 @@ TABLES: dict[str, dict[str, type]] = {  # table -> key -> type of its number, al
     ),
 }
 LEVEL: dict[str, type] = {"name": str, "nodes": int, **LINK}
-SAID: dict[type, str] = {int: "a whole number above 0", float: "a number above 0", str: "a string"}
+EXPECTED: dict[type, str] = {int: "a whole number above 0", float: "a number above 0", str: "a string"}
 
 
 def read_doctor(path: Path) -> dict[str, float]:
@@ -218,7 +220,7 @@ def checked(place: str, table: Any, keys: Mapping[str, type]) -> dict[str, Any]:
         value: Any = table.get(key)
         fits = isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
         if not fits or (kind is not str and not 1 / LARGEST < value < LARGEST):
-            raise UsageError(f"{place}: {key}: expected {SAID[kind]}, found {came(value)}")
+            raise UsageError(f"{place}: {key}: expected {EXPECTED[kind]}, found {came(value)}")
         values[key] = kind(value)
     return values
 

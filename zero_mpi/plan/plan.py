@@ -85,8 +85,8 @@ def sweep(case: Case, machine: Machine, per_node: int, most: int) -> list[Point]
         time, memory = step_time(variant, machine), plan_memory(variant).total
         speed = tokens_per_second(variant, time)
         base = points[0].tokens_per_second if points else speed
-        figures = memory, time.seconds, time.exposed, speed, speed / base / ranks
-        points.append(Point(ranks, variant.nodes, *figures))
+        efficiency = speed / base / ranks
+        points.append(Point(ranks, variant.nodes, memory, time.seconds, time.exposed, speed, efficiency))
     return points
 
 

@@ -40,9 +40,9 @@ ROUNDS = 2  # after the second round, no round allocates buffers
 NUMBER = 8  # bytes of a float64 or an int64
 
 
-def called(title: str) -> Any:
-    """Return a field for bytes that a plan shows under `title`."""
-    return field(metadata={"title": title})
+def title(text: str) -> Any:
+    """Return a field for bytes that a plan shows under the title `text`."""
+    return field(metadata={"title": text})
 
 
 def titles(kind: Any) -> dict[str, str]:
@@ -54,23 +54,23 @@ class Memory:
     """Bytes on rank 0. Of memory that the ranks of a node share, only this rank's part counts."""
 
     # Kept between rounds and steps: slices, or full parameters if replicated.
-    parameters: int = called("parameters")
-    masters: int = called("parameters in fp32")  # in low precision, where `parameters` are rounded
-    gradients: int = called("gradients")
-    moments: int = called("moments")  # optimizer states and a moving average
-    rooms: int = called("buffers for moments")  # buffers on the GPU while offloaded moments are updated
-    gathered: int = called("gathered units")  # full parameters while layers use them
-    unpacked: int = called("unpacked blocks")  # float parameters that are unpacked from gathered blocks
-    gradient_buffers: int = called("gradient buffers")  # gradients of a micro-batch, before they are reduced
-    activations: int = called("activations")  # arrays that layers keep or allocate, without the logits
-    logits: int = called("logits")
-    transport: int = called("received shards")  # receive buffers of reductions
-    tables: int = called("tables")  # weight decay and sums of squares of each chunk
-    workspace: int = called("workspace of products")  # scratch memory of the GPU's library
-    snapshot: int = called("copies for --async-save")  # only while a checkpoint is written
+    parameters: int = title("parameters")
+    masters: int = title("parameters in fp32")  # in low precision, where `parameters` are rounded
+    gradients: int = title("gradients")
+    moments: int = title("moments")  # optimizer states and a moving average
+    rooms: int = title("buffers for moments")  # buffers on the GPU while offloaded moments are updated
+    gathered: int = title("gathered units")  # full parameters while layers use them
+    unpacked: int = title("unpacked blocks")  # float parameters that are unpacked from gathered blocks
+    gradient_buffers: int = title("gradient buffers")  # gradients of a micro-batch, before they are reduced
+    activations: int = title("activations")  # arrays that layers keep or allocate, without the logits
+    logits: int = title("logits")
+    transport: int = title("received shards")  # receive buffers of reductions
+    tables: int = title("tables")  # weight decay and sums of squares of each chunk
+    workspace: int = title("workspace of products")  # scratch memory of the GPU's library
+    snapshot: int = title("copies for --async-save")  # only while a checkpoint is written
     # Not on the device: all memory that a node's ranks share; pinned memory and snapshots.
-    node_shared: int = called("(a node in /dev/shm)")
-    host: int = called("(in the host's memory)")
+    node_shared: int = title("(a node in /dev/shm)")
+    host: int = title("(in the host's memory)")
 
     @property
     def total(self) -> int:
@@ -91,7 +91,7 @@ def plan_memory(case: Case) -> Memory:
         if is_on_host:
             host += nbytes[name]
             nbytes[name] = 0
-    rounds, slices = case.rounds, tuple(count for _, count in case.trained)
+    rounds, slices = case.rounds, tuple(count for _, count in case.trained_slices)
     reductions = Reductions(
         ranks=case.ranks,
         nodes=case.nodes,
@@ -104,11 +104,11 @@ def plan_memory(case: Case) -> Memory:
         accumulates=case.strategy.shards_moments and len(rounds) > 1,
         replicated=case.hybrid,
     )
-    chunks = [min(case.updated(unit, count), chunk_of(unit.quantum)) for unit, count in case.trained]
+    chunks = [min(case.updated(unit, count), chunk_of(unit.quantum)) for unit, count in case.trained_slices]
     gathers, buffers = (sum(map(padded, sizes)) for sizes in (case.layout.gathers, case.layout.buffers))
     return Memory(
         **nbytes,
-        rooms=BUFFER_SETS * case.offloaded * BYTES * max(chunks, default=0),
+        rooms=BUFFER_SETS * case.offloaded_arrays * BYTES * max(chunks, default=0),
         gathered=-(-gathers // case.per_node) if case.shares_gathers else simulation.gathered,
         unpacked=simulation.unpacked,
         gradient_buffers=buffers if case.transport.shares_memory else simulation.gradient_buffers,
@@ -126,7 +126,7 @@ def bytes_of(case: Case, unit: Unit, count: int) -> dict[str, int]:
     kind, trained, quantum = case.precision.compute, unit.trainable, unit.quantum
     width = case.sum_bytes
     updated, averages = case.updated(unit, count), case.ema is not None
-    states = state_count(unit, case.qat) * (count if unit.whole else updated)
+    states = state_count(unit, case.qat) * (count if unit.full_matrices else updated)
     # With full gradients, a rank has a separate buffer for its summed shard, except for an allreduce.
     summed = unit.length + count * (not case.allreduces)
     if case.strategy.shards_moments or case.shares_full:
@@ -166,9 +166,8 @@ def node_shared(case: Case) -> int:
     """Return a node's bytes in shared windows: full or gathered parameters, gradients, counters."""
     if not case.transport.shares_memory:
         return 0
-    layout, full = case.layout, list[int]()
-    if case.shares_full:
-        full = [partition.length for partition in layout.full(case.owners)]
+    layout = case.layout
+    full = [partition.length for partition in layout.full(case.owners)] if case.shares_full else []
     arrays = layout.gathers if case.shares_gathers else full
     return window_bytes(arrays, layout.buffers, case.per_node) + RANK_BYTES * case.per_node
 
@@ -186,11 +185,11 @@ READING = 2  # extra memory while rank 0 reads text, as a multiple of the tokens
 class Resident:
     """Bytes that a job needs on a node, by purpose."""
 
-    programs: int = called("programs and libraries")  # interpreters, and the compiler
-    mpi: int = called("MPI's own segments")
-    text: int = called("tokens of the text")  # copies on all ranks
-    arrays: int = called("arrays, as planned")  # host memory of all ranks
-    sample: int = called("sample at the end")  # rank 0 gathers the full model for it
+    programs: int = title("programs and libraries")  # interpreters, and the compiler
+    mpi: int = title("MPI's own segments")
+    text: int = title("tokens of the text")  # copies on all ranks
+    arrays: int = title("arrays, as planned")  # host memory of all ranks
+    sample: int = title("sample at the end")  # rank 0 gathers the full model for it
 
     @property
     def total(self) -> int:
@@ -235,15 +234,15 @@ def text_bytes(config: Config, model: ModelConfig) -> int:
 
     Large token files and large cached texts are mapped from disk and count as 0 bytes.
     """
+    width = 2 if model.vocab_size <= 1 << 16 else 4
     total = 0
-    lists = [files_of(config.data) if config.data else library_files()]
-    for files in [*lists, *([files_of(config.val_data)] if config.val_data else [])]:
+    for files in (files_of(config.data) if config.data else library_files(), files_of(config.val_data)):
         tokens = token_files(files)
         nbytes = sum(path.stat().st_size for _, path in tokens or files)
-        width = 2 if model.vocab_size <= 1 << 16 else 4
         ids = nbytes if tokens else width * nbytes // (1 if model.vocab_size <= 300 else BYTES_OF_TOKEN)
-        in_files = bool(tokens) or (nbytes >= LEAST and folder() is not None)
-        total += 0 if in_files and ids > MOST_HELD else ids
+        is_in_file = tokens or (nbytes >= LEAST and folder() is not None)
+        if ids <= MOST_HELD or not is_in_file:
+            total += ids
     return total
 
 

@@ -47,12 +47,9 @@ def report(plans: Sequence[Plan], machine: Machine, rates: Sequence[str]) -> Ite
     yield from ("", *memory_lines(plans), "", *traffic_lines(plans))
     yield from ("", head("time per step", plans), *rows(plans, TIME))
     if machine.memory is not None:
-        counts = [counted(plan.largest) for plan in plans if plan.largest is not None]
-        yield from (
-            "",
-            head(f"largest that fits into {size(machine.memory)}", plans),
-            row("micro-batch", counts),
-        )
+        counts = [micro_batch_text(plan.largest) for plan in plans if plan.largest is not None]
+        title = f"largest that fits into {size(machine.memory)}"
+        yield from ("", head(title, plans), row("micro-batch", counts))
 
 
 def introduction(case: Case, machine: Machine, rates: Sequence[str]) -> Iterator[str]:
@@ -64,15 +61,12 @@ def introduction(case: Case, machine: Machine, rates: Sequence[str]) -> Iterator
     )
     if case.model.stored:
         yield f"frozen base: {base(case)}"
-    speeds = machine.joining(case.nodes)
-    for title, is_given in (("given", True), ("assumed", False)):
-        texts = [
-            f"{figure(attrgetter(place)(speeds))} {unit}"
-            for name, (place, figure, unit) in RATES.items()
-            if (name in rates) == is_given and (name != "host_bandwidth" or case.offloaded)
-        ]
-        if texts:
-            yield f"rates {title}: {', '.join(texts)}"
+    speeds, texts = machine.joining(case.nodes), {"given": list[str](), "assumed": list[str]()}
+    for name, (place, figure, unit) in RATES.items():
+        if name != "host_bandwidth" or case.offloaded_arrays:
+            source = "given" if name in rates else "assumed"
+            texts[source].append(f"{figure(attrgetter(place)(speeds))} {unit}")
+    yield from (f"rates {source}: {', '.join(entries)}" for source, entries in texts.items() if entries)
     if machine.levels:
         levels = (
             f"{shown(level.name)}, {'all nodes' if level.nodes is None else f'up to {level.nodes} node(s)'}: "
@@ -93,7 +87,7 @@ def kinds_of(case: Case) -> str:
     notes = [f"; {case.device}, one GPU per rank"] * case.on_gpu
     if case.precision.is_low:
         notes.append(f"; {case.precision_name}, gradients {case.reduce_dtype or case.precision_name}")
-    if case.offloaded:
+    if case.offloaded_arrays:
         notes.append(f"; moments{' and fp32 parameters' if case.offload == STATE else ''} on the host")
     return "".join(notes)
 
@@ -120,7 +114,7 @@ def ask_lines(nodes: Sequence[Resident]) -> Iterator[str]:
     yield row("to request, per node", [gibibytes(node.ask) for node in nodes])
 
 
-def counted(count: int) -> str:
+def micro_batch_text(count: int) -> str:
     """Return the largest micro-batch as text: "none" for 0, with "or more" at the search limit."""
     return "none" if count == 0 else f"{count:,}{' or more' if count >= MOST else ''}"
 

@@ -42,9 +42,9 @@ class StepEvent(NamedTuple):
 
     kind: str
     unit: int = -1
-    what: str = ""  # for a wait: the kind of the transfer
+    transfer: str = ""  # for a wait: its kind
     flop: float = 0.0
-    moved: float = 0.0
+    moved_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class StepScript:
     def note(self, kind: str, unit: int = -1, transfer: str = "") -> None:
         flop, moved = self.memory.spent()
         if flop or moved:
-            self.events.append(StepEvent(COMPUTE, flop=flop, moved=moved))
+            self.events.append(StepEvent(COMPUTE, flop=flop, moved_bytes=moved))
         self.events.append(StepEvent(kind, unit, transfer))
 
 
@@ -126,9 +126,9 @@ class FakeDistilled(Distilled):
     """Distillation loss on fake arrays, with as much memory as the real loss."""
 
     def divergence(self, z: Any, targets: Any, mask: Any, records: Array) -> tuple[Any, Any]:
-        return 0.0, ops.cross_entropy(self.cooled(z), targets, 1.0)[1]
+        return 0.0, ops.cross_entropy(self.cool(z), targets, 1.0)[1]
 
-    def cooled(self, z: Any) -> Any:
+    def cool(self, z: Any) -> Any:
         z.memory.passes(z, z)
         return z.memory.take(z.shape, z.dtype)
 
@@ -148,7 +148,7 @@ class Simulator:
         """Run a step as `train` does: passes without backward, rounds of micro-batches, optimizer step."""
         module, script, rounds = self.module, self.script, len(self.case.rounds)
         with without_memory(self.memory):
-            for adapted in self.case.measured:
+            for adapted in self.case.scoring_passes:
                 for _ in range(rounds):
                     module.losses(self.input(), self.loss(), adapted=adapted)
                 script.note(SUMS)
@@ -212,4 +212,4 @@ def _simulate(case: Case) -> Simulation:
     module, memory = simulator.module, simulator.memory
     pools = module.parameter_pool, module.unpacked_pool, module.gradient_pool
     gathered, unpacked, gradients = (pool.nbytes for pool in pools)
-    return Simulation(steps, gathered, unpacked, gradients, memory.held, memory.small, memory.logits)
+    return Simulation(steps, gathered, unpacked, gradients, memory.recycled, memory.small, memory.logits)

@@ -67,13 +67,13 @@ class Player:
     def play(self, events: Iterable[script.StepEvent]) -> None:
         for event in events:
             if event.kind == script.COMPUTE:
-                self.compute(event.flop, event.moved)
+                self.compute(event.flop, event.moved_bytes)
             elif event.kind == script.WAIT:
-                self.wait(self._complete.pop((event.what, event.unit), 0.0))
+                self.wait(self._complete.pop((event.transfer, event.unit), 0.0))
             elif event.kind in script.TRANSFERS:
                 self.start(event.kind, event.unit)
             elif event.kind == script.UPDATE:
-                self.update(sum(self.case.updated(unit, count) for unit, count in self.case.trained))
+                self.update(sum(self.case.updated(unit, count) for unit, count in self.case.trained_slices))
             else:
                 self.sum_vector(event.kind)
 
@@ -102,10 +102,10 @@ class Player:
     def sum_vector(self, kind: str) -> None:
         """Replay a sum of numbers over ranks: losses, log-probabilities, or squares of the gradient."""
         case = self.case
-        numbers = case.summed + (kind == script.TOTAL) * (case.rounds.micro_batches + FLAGS)
+        numbers = case.log_probabilities + (kind == script.TOTAL) * (case.rounds.micro_batches + FLAGS)
         if kind == script.NORM:
             numbers = case.squares
-            self.compute(0.0, BYTES * sum(count for _, count in case.trained))
+            self.compute(0.0, BYTES * sum(count for _, count in case.trained_slices))
             if case.hybrid:
                 case = replace(case, ranks=case.owners, nodes=1)
         seconds = allreduce_seconds(case, self.machine, rank_memory.NUMBER * numbers)
@@ -116,7 +116,7 @@ class Player:
         """Replay AdamW, with rounding in low precision, while offloaded states move to the GPU and back."""
         kinds, start = self.case.precision, self.now
         self.compute(0.0, elements * (UPDATE_PASSES * BYTES + kinds.compute.itemsize * kinds.is_low))
-        seconds = self.case.offloaded * BYTES * elements / self.machine.host_link
+        seconds = self.case.offloaded_arrays * BYTES * elements / self.machine.host_link
         self.communicated += seconds
         self.wait(start + seconds)
 
@@ -126,15 +126,15 @@ def step_time(case: Case, machine: Machine) -> StepTime:
     machine = machine.joining(case.nodes)
     rounds = len(case.rounds)
     if rounds <= script.MOST_ROUNDS:
-        return played(case, machine)
+        return second_step(case, machine)
     most, fewer = (
-        played(replace(case, batch_size=count * case.ranks * case.micro_batch), machine)
+        second_step(replace(case, batch_size=count * case.ranks * case.micro_batch), machine)
         for count in (script.MOST_ROUNDS, script.MOST_ROUNDS - 1)
     )
     return plus(most, plus(most, fewer, -1.0), rounds - script.MOST_ROUNDS)
 
 
-def played(case: Case, machine: Machine) -> StepTime:
+def second_step(case: Case, machine: Machine) -> StepTime:
     """Return the time of the second step of the simulation."""
     player = Player(case, machine)
     first, second = script.simulate(case).steps

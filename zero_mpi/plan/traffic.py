@@ -158,10 +158,10 @@ def plan_traffic(case: Case, flags: int = FLAGS) -> Traffic:
         elif unit.trainable:
             if not case.strategy.shards_moments and not case.shares_full:
                 # Each rank updates the full unit, so the float32 sums and Muon's directions are gathered.
-                gradients += case.sum_bytes * gathered * (1 + unit.whole)
+                gradients += case.sum_bytes * gathered * (1 + unit.full_matrices)
             for kind, count in kinds.items():
                 gradients += widths * count * np.stack(reduce_route.reduced(partition, *kind))
-    sums = case.summed * (1 + len(case.measured))
+    sums = case.log_probabilities * (1 + len(case.scoring_passes))
     losses = (rounds.micro_batches + flags + sums) * (case.ranks > 1)  # summed over all ranks
     vectors = NUMBER * (losses + case.squares * (case.owners > 1))  # squares are summed over the owners
     (a, b), (c, d) = parameters, gradients
@@ -176,6 +176,6 @@ def gathers_of(case: Case) -> Sequence[int]:
     if not case.strategy.shards_parameters:
         return [int(unit.trainable) for unit in units]  # gathered once, after the update
     schedule = case.layout.schedule
-    passes = [schedule.training, *[schedule.evaluation] * len(case.measured)]
+    passes = [schedule.training, *[schedule.evaluation] * len(case.scoring_passes)]
     started = Counter(action.unit for actions in passes for action in actions if isinstance(action, Gather))
     return [started[number] * len(case.rounds) for number in range(len(units))]

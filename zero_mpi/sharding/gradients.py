@@ -7,7 +7,6 @@ store the sum: only as a shard or, if every rank updates all parameters, also in
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -30,12 +29,12 @@ class Gradients:
     """Base class of the gradients of a unit. It is used directly for a frozen unit, which has no gradients.
 
     sum       this rank's slice of the gradients, summed over ranks and rounds
-    whole     the full sum, if this rank updates the full unit; otherwise None
+    full      the full sum, if this rank updates the full unit; otherwise None
     rounds    number of rounds in the sum, including the one being reduced
     """
 
     def __init__(self, unit: Unit, context: Context, shard: Array, full: Array | None = None) -> None:
-        self.unit, self.context, self.sum, self.whole = unit, context, shard, full
+        self.unit, self.context, self.sum, self.full = unit, context, shard, full
         self.partition = unit.partition(context.comm.size)
         self.rounds = 0
         self._label = f"gradients {unit.name}"
@@ -73,90 +72,96 @@ class SlicedGradients(Gradients):
         super().__init__(unit, context, shard, full)
         self._kind = context.precision.reduce
         self._widens = self._kind != shard.dtype  # the sum has a wider type than the gradients
-        self._borrowed: Array | None = None
-        self._of_round = shard[:0]
-        self._open: Views | None = None
-        self._reduce: Handle | None = None
+        self._lent_buffer: Array | None = None
+        self._round_array = shard[:0]
+        self._round_views: Views | None = None
+        self._reduction: Handle | None = None
         self._views: dict[int, Views] = {}
 
     def views(self) -> Views:
-        if self._open is None:
+        if self._round_views is None:
             self.wait_reduce()
             buffer = self._buffer()
-            self._of_round = as_kind(buffer, self.unit.length, self._kind)
-            self._of_round.view(np.uint8).fill(0)  # filling bfloat16 directly takes four times as long
+            self._round_array = as_kind(buffer, self.unit.length, self._kind)
+            self._round_array.view(np.uint8).fill(0)  # filling bfloat16 directly takes four times as long
             if id(buffer) not in self._views:
-                self._views[id(buffer)] = self.unit.views(self._of_round)
-            self._open = self._views[id(buffer)]
-        return self._open
+                self._views[id(buffer)] = self.unit.views(self._round_array)
+            self._round_views = self._views[id(buffer)]
+        return self._round_views
 
     def _buffer(self) -> Array:
         """Return the array for this round's gradients: the sum's array if unused, or a borrowed array."""
         if self.context.comm.sums_in_place and self.rounds == 0 and not self._widens:
             return self.sum
-        self._borrowed = self.context.gradients.take(floats(self.unit.length, self._kind))
-        return self._borrowed
+        self._lent_buffer = self.context.gradients.take(floats(self.unit.length, self._kind))
+        return self._lent_buffer
 
     def start_reduce(self, contributors: int) -> None:
         self.views()
-        self._open, accumulate = None, self.rounds > 0
-        self._reduce = self._start(self._of_round, contributors, accumulate)
+        self._round_views = None
+        self._reduction = self._start(contributors)
         self.rounds += 1
 
-    def _start(self, gradients: Array, contributors: int, accumulate: bool) -> Handle:
-        flags: dict[str, Any] = {"contributors": contributors, "accumulate": accumulate, "label": self._label}
-        return self.context.comm.reduce_scatter(gradients, self.sum, self.partition, **flags)
+    def _start(self, contributors: int) -> Handle:
+        return self.context.comm.reduce_scatter(
+            self._round_array,
+            self.sum,
+            self.partition,
+            contributors=contributors,
+            accumulate=self.rounds > 0,
+            label=self._label,
+        )
 
     def wait_reduce(self) -> None:
-        if self._reduce is not None:
-            self._reduce.wait()
-            self._reduce = None
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
             self._give_back()
 
     def _give_back(self) -> None:
-        if self._borrowed is not None:
-            self.context.gradients.give(self._borrowed)
-            self._borrowed = None
+        if self._lent_buffer is not None:
+            self.context.gradients.give(self._lent_buffer)
+            self._lent_buffer = None
 
     def reset(self) -> None:
         super().reset()
-        self._open = None  # may still be set after a failed round
+        self._round_views = None  # may still be set after a failed round
         self._give_back()
 
 
 class ReplicatedGradients(SlicedGradients):
     """Gradients added in a full array, into which the summed shards are then gathered."""
 
-    whole: Array
+    full: Array
 
     def _buffer(self) -> Array:
-        return super()._buffer() if self._widens else self.whole
+        return super()._buffer() if self._widens else self.full
 
     def start_gather(self) -> Handle:
-        return self.context.comm.allgather(self.sum, self.whole, self.partition, self._label)
+        return self.context.comm.allgather(self.sum, self.full, self.partition, self._label)
 
     def scale(self, factor: float) -> None:
         super().scale(factor)
-        self.whole *= factor
+        self.full *= factor
 
 
 class AllreducedGradients(ReplicatedGradients):
     """Gradients that a rank sums over rounds, and the MPI library sums over ranks once per step."""
 
-    def _start(self, gradients: Array, contributors: int, accumulate: bool) -> Handle:
-        if accumulate:
+    def _start(self, contributors: int) -> Handle:
+        if self.rounds:
             remedy = "pass last=False to backward for every micro-batch but the last"
             raise ValueError(f"gradients of this step are already reduced; with fast no-shard {remedy}")
-        return self.context.comm.allreduce(gradients, self._label)
+        return self.context.comm.allreduce(self._round_array, self._label)
 
     def start_gather(self) -> Handle:
         return DONE
 
     def start_publish(self) -> Handle:
-        return self.context.comm.allgather(None, self.whole, self.partition, self._label)
+        return self.context.comm.allgather(None, self.full, self.partition, self._label)
 
     def scale(self, factor: float) -> None:
-        self.whole *= factor
+        self.full *= factor
 
 
 class SharedGradients(SlicedGradients, Handle):

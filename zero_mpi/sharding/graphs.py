@@ -22,7 +22,7 @@ from zero_mpi.sharding.actions import Actions
 from zero_mpi.telemetry import spans
 
 WARM_UP = 2  # micro-batches of a kind before its recording; they create plans, kernels and buffers
-MOST, SEEN = 8, 64  # maximum number of recorded graphs, and of kinds of micro-batches that are counted
+MOST, MOST_COUNTS = 8, 64  # maximum number of recorded graphs, and of kinds of micro-batches that are counted
 
 Work = Callable[..., Any]  # runs a micro-batch (x, its loss, actions) and returns the loss
 
@@ -32,27 +32,27 @@ class Graphs:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._seen = Counter[Any]()
-        self._recorded: dict[Any, Recorded] = {}
+        self._counts = Counter[Any]()
+        self._recordings: dict[Any, Recording] = {}
 
     def run(self, x: Any, loss: Any, actions: Actions, work: Work) -> Scalar | None:
         """Run a micro-batch normally, record and launch its graph, or launch the graph; return the loss."""
         form = self._form(x, loss)
-        recorded = self._recorded.get(form)
+        recorded = self._recordings.get(form)
         if recorded is not None:
             for unit in self._module.units:
                 unit.gradient.rounds += unit.unit.trainable
             work(None, None, ())
             return recorded.launch(x, loss)
-        if form is None or len(self._recorded) == MOST:
+        if form is None or len(self._recordings) == MOST:
             return work(x, loss, actions)
-        if len(self._seen) >= SEEN:  # too many different shapes
-            self._seen.clear()
-        self._seen[form] += 1
-        if self._seen[form] <= WARM_UP:
+        if len(self._counts) >= MOST_COUNTS:  # too many different shapes
+            self._counts.clear()
+        self._counts[form] += 1
+        if self._counts[form] <= WARM_UP:
             return work(x, loss, actions)
-        del self._seen[form]
-        self._recorded[form] = recorded = Recorded(x, loss, partial(work, actions=actions))
+        del self._counts[form]
+        self._recordings[form] = recorded = Recording(x, loss, partial(work, actions=actions))
         return recorded.launch(x, loss)
 
     def _form(self, x: Any, loss: Any) -> Any:
@@ -65,15 +65,15 @@ class Graphs:
         return (*shapes, loss.scale, self._module.loss_scale.factor, *rounds)
 
 
-class Recorded:
+class Recording:
     """The graph of a micro-batch, its inputs, and its loss."""
 
     def __init__(self, x: Any, loss: CrossEntropy, work: Callable[[Any, Any], Any]) -> None:
         gpu = device.in_use()
         assert isinstance(gpu, Cuda), "graphs need a GPU"
-        self._inputs = [gpu.from_host(x), gpu.from_host(loss.targets)]
-        pool, gpu.activations = pool_of(gpu), Recycler(gpu)
-        self._pool, (ids, targets) = gpu.activations, self._inputs
+        ids, targets = self._inputs = [gpu.from_host(x), gpu.from_host(loss.targets)]
+        pool = pool_of(gpu)
+        gpu.activations = self._pool = Recycler(gpu)
         try:
             recorded = gpu.record(partial(work, ids, replace(loss, targets=targets)))
             self._graph, self._loss, self._memory = recorded

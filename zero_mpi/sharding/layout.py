@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -26,17 +27,17 @@ from zero_mpi.sharding.schedule import Indices, Parts, Schedule, make_schedule
 from zero_mpi.sharding.strategy import FULL_SHARD, Strategy
 from zero_mpi.sharding.unit import (
     FROZEN,
+    FULL,
     TRAINED,
-    WHOLE,
     BlockUnit,
     Stored,
     Unit,
     block_units,
-    dealt_whole,
     part_units,
     units_by_bytes,
     units_by_row,
     units_by_scope,
+    with_owners,
 )
 
 BUCKET_MB = 25.0  # MiB; large enough to hide the latency of a message, small enough to start early
@@ -67,10 +68,10 @@ class LayoutConfig:
     whole: Sequence[str] = ()
 
     def kind_of(self, name: str, param: Param) -> str:
-        """Return the kind of unit that a parameter needs: TRAINED, WHOLE or FROZEN."""
+        """Return the kind of unit that a parameter needs: TRAINED, FULL or FROZEN."""
         if param.buffer or not is_trainable(name, self.frozen):
             return FROZEN
-        return WHOLE if any(fnmatchcase(name, pattern) for pattern in self.whole) else TRAINED
+        return FULL if any(fnmatchcase(name, pattern) for pattern in self.whole) else TRAINED
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -112,15 +113,15 @@ class Layout:
 
         A replicated unit that is frozen shares nothing, because it has no gradient.
         """
-        units = self.dealt(ranks).units
+        units = self.with_owners(ranks).units
         if self.config.strategy.shards_moments:
             return [unit.gathered_split(ranks, self.config.precision.compute) for unit in units]
         kind = self.config.precision.master
         return [unit.gathered_split(ranks, kind) if unit.trainable else Partition(0, ranks) for unit in units]
 
-    def dealt(self, ranks: int) -> Layout:
+    def with_owners(self, ranks: int) -> Layout:
         """Return the layout for `ranks` ranks, with an owner for each matrix that one rank stores in full."""
-        return replace(self, units=dealt_whole(self.units, ranks, products_of))
+        return replace(self, units=with_owners(self.units, ranks, products_of))
 
 
 def products_of(shape: tuple[int, ...]) -> int:
@@ -132,8 +133,9 @@ def products_of(shape: tuple[int, ...]) -> int:
 def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
     """Return the layout of a model. Units of stored blocks are always gathered."""
     strategy, params = config.strategy, stage_params(list(stages))
-    in_parts = [*cut_stacks(stages, config, params)]
-    split = {name for _, _, parts in in_parts for _, units in parts for unit in units for name in unit.params}
+    stacks = [*cut_stacks(stages, config, params)]
+    stack_units = [unit for _, _, pieces in stacks for _, group in pieces for unit in group]
+    split = {name for unit in stack_units for name in unit.params}
     stored = {name: kind for name, kind in config.stored.items() if name not in split}
     kinds = {name: config.kind_of(name, p) for name, p in params.items() if name not in config.stored}
     rest = {name: params[name] for name in kinds if name not in split}
@@ -144,13 +146,13 @@ def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
     units = [*units, *block_units(stages, params, stored)]
     home = {name: number for number, unit in enumerate(units) for name in unit.params}
     uses = [tuple(dict.fromkeys(home[p] for p in stage.layer.params() if p in home)) for stage in stages]
+    number = count(len(units))
+    units += stack_units
     parts = dict[int, Parts]()
-    for stage, stack, pieces in in_parts:
-        numbers = []
-        for _, group in pieces:
-            numbers.append(tuple(range(len(units), len(units) + len(group))))
-            units += group
-        parts[stage] = Parts(stack.names, tuple(rows for rows, _ in pieces), tuple(numbers), stack.again)
+    for stage, stack, pieces in stacks:
+        members, groups = zip(*pieces, strict=True)
+        numbers = tuple(tuple(next(number) for _ in group) for group in groups)
+        parts[stage] = Parts(stack.names, members, numbers, stack.again)
     schedule = make_schedule(
         uses,
         [stage.layer.backward_reads_params for stage in stages],
@@ -159,8 +161,8 @@ def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
         gathers=[strategy.shards_parameters or isinstance(unit, BlockUnit) for unit in units],
         parts=parts,
     )
-    names = tuple(unit.name for unit in units), tuple(stage.scope for stage in stages)
-    schedule = replace(schedule, unit_names=names[0], stage_names=names[1])
+    unit_names, stage_names = tuple(unit.name for unit in units), tuple(stage.scope for stage in stages)
+    schedule = replace(schedule, unit_names=unit_names, stage_names=stage_names)
     gradients, gathers = buffer_lengths(Lending(units, uses, config.precision), schedule)
     return Layout(
         config, units, uses, parts, schedule, gradients, gathers if strategy.shards_parameters else ()
@@ -190,9 +192,8 @@ def cut_stacks(
 
 def layout_facts(stages: Sequence[Stage], config: LayoutConfig, units: Sequence[Unit]) -> dict[str, object]:
     """Return the facts that must be equal on all ranks; otherwise ranks would start different collectives."""
-    names = ("prefetch", "bucket_mb", "by_rows", "whole")
     facts = {"the strategy": config.strategy, "the precision": config.precision}
-    facts |= {name: getattr(config, name) for name in names}
+    facts |= {name: getattr(config, name) for name in ("prefetch", "bucket_mb", "by_rows", "whole")}
     facts |= {f"stage {i}": f"{s.scope} ({type(s.layer).__name__})" for i, s in enumerate(stages)}
     for unit in units:
         kind = "trained" if unit.trainable else "frozen"
@@ -223,7 +224,7 @@ class Lending:
         self.parameters, self.gradients = (BufferPool(where=LengthOnly()) for _ in range(2))
         self._full: dict[int, Array | None] = {}  # unit -> its borrowed buffer; None once unpacked
         self._sums = dict[int, Array]()
-        self._added = set[int]()  # units whose gradients are not being reduced yet
+        self._open_units = set[int]()  # units whose gradients are not being reduced yet
 
     def follow(self, actions: Actions, idle: bool) -> None:
         """Borrow and return buffers as the actions do; idle: no micro-batch, so backward adds nothing.
@@ -246,22 +247,22 @@ class Lending:
                     self._add(units)
                 case Reduce(unit):
                     self._add((unit,))
-                    self._added.remove(unit)
+                    self._open_units.remove(unit)
                 case WaitReduce(unit):
                     self._end(unit)
 
     def _add(self, units: Indices) -> None:
         """Borrow the buffers in which gradients are added, after the previous round has been summed."""
         for unit in units:
-            if self._units[unit].trainable and unit not in self._added:
+            if self._units[unit].trainable and unit not in self._open_units:
                 self._end(unit)
                 length = floats(self._units[unit].length, self._precision.reduce)
                 self._sums[unit] = self.gradients.take(length)
-                self._added.add(unit)
+                self._open_units.add(unit)
 
     def _end(self, unit: int) -> None:
         """Give the buffer of a complete sum back to the pool."""
-        if unit in self._sums and unit not in self._added:
+        if unit in self._sums and unit not in self._open_units:
             self.gradients.give(self._sums.pop(unit))
 
     def end_step(self) -> None:

@@ -63,7 +63,7 @@ class ShardedUnit:
     @property
     def updated(self) -> tuple[Array, Array, slice]:
         """Arrays for the optimizer: parameters, gradients, and the range of the unit that they hold."""
-        gradient = self.gradient.sum if self.gradient.whole is None else self.gradient.whole
+        gradient = self.gradient.sum if self.gradient.full is None else self.gradient.full
         return self.parameters.master, gradient, self.parameters.master_part
 
 
@@ -112,8 +112,8 @@ class ShardedModule:
         pools = memory.gathers, memory.buffers, BufferPool()
         self.parameter_pool, self.gradient_pool, self.unpacked_pool = pools
         context = Context(self.group, self.strategy, *pools, self.precision, masters)
-        self._read = context.read
-        units = layout.dealt(self.group.size).units
+        self._units_read = context.units_read
+        units = layout.with_owners(self.group.size).units
         self.units = [ShardedUnit(unit, context, full) for unit, full in zip(units, memory.full, strict=True)]
         self._forward: MicroBatch | None = None  # the micro-batch whose backward is next
         self._synced, self._graphs = False, graphs_for(self)
@@ -222,9 +222,9 @@ class ShardedModule:
         for unit in self.units:
             unit.release()
             unit.parameters.wait_update()
-        if self._read:
+        if self._units_read:
             self.group.barrier_readers()
-            self._read.clear()
+            self._units_read.clear()
 
     def overlapped_sync_gradients(self) -> Handle:
         """Complete the step's reductions; under NO_SHARD, the returned handle waits for full gradients."""
@@ -250,7 +250,7 @@ class ShardedModule:
             if unit.unit.trainable and unit.gradient.sum.size:
                 squares.append(chunk_squares(unit.gradient.sum, unit.unit.quantum))
         total = self.group.sum_vector(self._squares.part(squares))
-        self._read.clear()  # the sum is complete only after all ranks have reached this point
+        self._units_read.clear()  # the sum is complete only after all ranks have reached this point
         return math.sqrt(self._squares.total(total)) / self.loss_scale.factor
 
     def start_updates(self) -> None:
@@ -319,7 +319,7 @@ class ShardedModule:
         try:
             for unit in self.units:
                 if names is None or not unit.unit.params.keys().isdisjoint(names):
-                    for target, part in unit.parameters.filled:
+                    for target, part in unit.parameters.load_targets:
                         fill(unit, target, part, read, names)
         finally:  # also after an error, so that other ranks do not wait forever
             self.group.signal_written()

@@ -32,54 +32,53 @@ def runs_of(units: Sequence[Unit], names: Collection[str], ranks: int) -> Array:
     for unit in trained:
         chunks.update({name: unit.chunks(name) for name in unit.params})
     first = dict(zip(names, accumulate((chunks[name] for name in names), initial=0), strict=False))
-    runs, offsets = [np.zeros((4, 0), np.int64)], np.zeros(ranks, np.int64)
+    runs, counts = [np.zeros((4, 0), np.int64)], np.zeros(ranks, np.int64)
     for unit in trained:
         bounds = -(-np.array(unit.partition(ranks).bounds) // unit.quantum)
-        places = [
-            (first[name] + unit.firsts.get(name, 0) // unit.quantum, offset // unit.quantum)
-            for name, offset in unit.offsets.items()
-        ]
-        params = np.array(places).T
-        shift = params[0] - params[1]
+        offsets = np.array([*unit.offsets.values()]) // unit.quantum
+        shift = [first[name] + unit.firsts.get(name, 0) // unit.quantum for name in unit.params] - offsets
         begins = np.flatnonzero(np.diff(shift, prepend=shift[0] - 1))
-        edges = np.unique([*params[1, begins], *bounds])
+        edges = np.unique([*offsets[begins], *bounds])
         starts, lengths = edges[:-1], np.diff(edges)
         rank = np.searchsorted(bounds, starts, "right") - 1
-        positions = starts + shift[begins][np.searchsorted(params[1, begins], starts, "right") - 1]
-        runs.append(np.stack([positions, positions + lengths, starts - bounds[rank] + offsets[rank], rank]))
-        offsets += np.diff(bounds)
+        positions = starts + shift[begins][np.searchsorted(offsets[begins], starts, "right") - 1]
+        runs.append(np.stack([positions, positions + lengths, starts - bounds[rank] + counts[rank], rank]))
+        counts += np.diff(bounds)
     return np.concatenate(runs, 1)
 
 
+def tree_of(count: int) -> tuple[list[Array], Array]:
+    """Return the halving of `count` values: a mask of inner nodes per level; starts and lengths of leaves."""
+    levels, leaves, nodes = list[Array](), list[Array](), np.array([[0], [count]])
+    while nodes.size:
+        inner = nodes[1] > LEAF
+        levels.append(inner)
+        leaves.append(nodes[:, ~inner])
+        starts, lengths = nodes[:, inner]
+        half = lengths // 16 * 8  # NumPy's first half is a multiple of 8
+        nodes = np.stack([[starts, half], [starts + half, lengths - half]], 2).reshape(2, -1)
+    return levels, np.concatenate(leaves, 1)
+
+
 class SquaresSum:
-    """Sum of all values over ranks, each of which has the values of its runs."""
+    """Sum of all values over ranks. A vector has an element per leaf, then the values of divided leaves."""
 
     def __init__(self, runs: Array, rank: int) -> None:
-        cuts = np.unique(np.append(runs[:2], 0))
-        starts, lengths = np.zeros(1, np.int64), cuts[-1:]
-        self._levels, leaves = [], []
-        while lengths.size:
-            inner = lengths > LEAF
-            self._levels.append(inner)
-            leaves.append((starts[~inner], lengths[~inner]))
-            half = lengths[inner] // 16 * 8  # NumPy's first half is a multiple of 8
-            starts = np.stack([starts[inner], starts[inner] + half], 1).reshape(-1)
-            lengths = np.stack([half, lengths[inner] - half], 1).reshape(-1)
-        starts, lengths = map(np.concatenate, zip(*leaves, strict=True))
-        bounds = np.searchsorted(cuts, starts, "right"), np.searchsorted(cuts, starts + lengths, "left")
-        self._dealt = bounds[0] < bounds[1]
-        sizes = lengths[self._dealt]
-        self._rest = np.stack([np.cumsum(sizes) - sizes, sizes])  # starts and lengths of divided leaves
-        singles = np.repeat(starts[self._dealt] - self._rest[0], sizes) + np.arange(sizes.sum())
-        self.size = starts.size + singles.size
-        lengths = np.concatenate([lengths * ~self._dealt, np.ones_like(singles)])
-        starts = np.concatenate([starts, singles])
+        ends = np.unique(np.append(runs[:2], 0))
+        self._levels, (starts, lengths) = tree_of(ends[-1])
+        self._divided = np.searchsorted(ends, starts, "right") < np.searchsorted(ends, starts + lengths)
+        sizes = lengths[self._divided]
+        self._values = np.stack([np.cumsum(sizes) - sizes, sizes])  # range of each divided leaf's values
+        values = np.repeat(starts[self._divided] - self._values[0], sizes) + np.arange(sizes.sum())
+        starts = np.append(starts, values)
+        lengths = np.append(lengths * ~self._divided, np.ones_like(values))
+        self.size = starts.size
         local = np.append([[0], [0], [0]], runs[:3, runs[3] == rank], 1)
         local = local[:, np.argsort(local[0], kind="stable")]
         first, end, offset = local[:, np.searchsorted(local[0], starts, "right") - 1]
         self._places = np.flatnonzero((first <= starts) & (starts + lengths <= end) & (lengths > 0))
-        segments = [x[self._places] for x in (starts - first + offset, lengths)]
-        self._segments = device.in_use().from_host(np.stack(segments))
+        segments = np.stack([starts - first + offset, lengths])[:, self._places]
+        self._segments = device.in_use().from_host(segments)
 
     def part(self, values: Sequence[Array]) -> Array:
         """Return the vector that this rank sends: sums of its values (in order of units), zeros elsewhere."""
@@ -91,8 +90,8 @@ class SquaresSum:
 
     def total(self, vector: Array) -> float:
         """Return the sum of all values, given the sum of the vectors that all ranks send."""
-        end = self._dealt.size
-        vector[:end][self._dealt] = pairwise_sums(vector[end:], self._rest)
+        end = self._divided.size
+        vector[:end][self._divided] = pairwise_sums(vector[end:], self._values)
         sums = vector[:0]
         for inner in reversed(self._levels):
             values, leaves = np.empty(inner.size), inner.size - np.count_nonzero(inner)

@@ -7,7 +7,8 @@ all ranks have written), and unpacked from gathered quantized blocks (`BlockPara
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -37,7 +38,7 @@ class State(Enum):
     SHARDED, GATHERING, FULL = "sharded", "gathering", "full"
 
 
-def joined(views: list[Views]) -> Views:
+def union(views: list[Views]) -> Views:
     return views[0] if len(views) == 1 else {name: view for unit in views for name, view in unit.items()}
 
 
@@ -47,7 +48,7 @@ class Context:
 
     unpacked   pool of arrays for parameters that are unpacked from gathered bytes
     masters    function that allocates the float32 parameters of low-precision runs; None: on the device
-    read       units whose shared parameters some rank may have read since the last barrier
+    units_read units whose shared parameters some rank may have read since the last barrier
     """
 
     comm: Comm
@@ -57,7 +58,7 @@ class Context:
     unpacked: BufferPool
     precision: Precision
     masters: Callable[[int], Array] | None
-    read: set[str] = field(default_factory=set)
+    units_read: set[str] = field(default_factory=set)
 
 
 class Parameters:
@@ -135,19 +136,24 @@ class Parameters:
             self._views[key] = self.unit.views(self.full)
         return self._views[key]
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Return a context with the full parameters; release them at the end if they were sharded."""
+        was_sharded = self.state is State.SHARDED
+        self.start_gather()
+        self.wait_gather()
+        yield
+        if was_sharded:
+            self.release()
+
     def copy_of(self, name: str) -> Array:
         """Return a copy of a full parameter, on the device of its shards. Collective."""
         if self.low is not None:  # gather the float32 parameters, which training never does
             full = device.home_of(self.master).empty(self.unit.length)
             self.context.comm.allgather(self.master_shard, full, self.partition, self._label).wait()
             return self.unit.views(full)[name]
-        was_sharded = self.state is State.SHARDED
-        self.start_gather()
-        self.wait_gather()
-        copy = self.views()[name].copy()
-        if was_sharded:
-            self.release()
-        return copy
+        with self.gathered():
+            return self.views()[name].copy()
 
     # ----------------------------------------------------------------- arrays that this rank keeps and writes
 
@@ -157,22 +163,23 @@ class Parameters:
         return self.master[first : first + self.part.stop - self.part.start]
 
     @property
-    def _written(self) -> tuple[Array, slice]:
+    def _layer_array(self) -> tuple[Array, slice]:
         """The persistent array that layers read, and the part of the unit that it holds."""
         return self.shard, self.part
 
     @property
-    def filled(self) -> list[tuple[Array, slice]]:
+    def load_targets(self) -> list[tuple[Array, slice]]:
         """Arrays that a load fills, each with the range of the unit that it holds."""
-        return [self._written] if self.low is None else [(self.master, self.master_part), self._written]
+        masters = [] if self.low is None else [(self.master, self.master_part)]
+        return [*masters, self._layer_array]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the parameters that this rank keeps between steps, counted once and in float32."""
-        return int(self.filled[0][0].nbytes)
+        return int(self.load_targets[0][0].nbytes)
 
     @property
-    def nbytes_whole(self) -> int:
+    def nbytes_full(self) -> int:
         return self.partition.length * self.unit.kept_bytes(self.context.precision.master)
 
     def round(self) -> None:
@@ -207,7 +214,7 @@ class ReplicatedParameters(Parameters):
         self._transfer = self.context.comm.allgather(None, self.full, self.partition, self._label)
 
     @property
-    def _written(self) -> tuple[Array, slice]:
+    def _layer_array(self) -> tuple[Array, slice]:
         return self.full, slice(0, self.unit.length)
 
 
@@ -215,12 +222,12 @@ class NodeSharedParameters(Parameters):
     """Full parameters stored once per node. Each rank writes its shard and reads the other ranks' shards."""
 
     def __init__(self, unit: Unit, context: Context, memory: Array) -> None:
-        self._common = as_kind(memory, unit.length, context.precision.compute)
-        super().__init__(unit, context, read_only(self._common))
+        self._node_array = as_kind(memory, unit.length, context.precision.compute)
+        super().__init__(unit, context, read_only(self._node_array))
         self.release()
 
     def _make_arrays(self) -> None:
-        self.shard = self._common[self.part]
+        self.shard = self._node_array[self.part]
         self._make_master(self.shard)
 
     def start_gather(self) -> None:
@@ -228,7 +235,7 @@ class NodeSharedParameters(Parameters):
             self.full, self.state = self._memory, State.GATHERING
 
     def wait_gather(self) -> None:
-        self.context.read.add(self.unit.name)
+        self.context.units_read.add(self.unit.name)
         self.context.comm.wait_written()
         super().wait_gather()
 
@@ -299,16 +306,12 @@ class BlockParameters(Parameters):
 
     def copy_of(self, name: str) -> Array:
         copy = np.empty(self.unit.params[name].shape, np.float32)
-        was_sharded = self.stored.state is State.SHARDED
-        self.stored.start_gather()
-        self.stored.wait_gather()
-        self._unpack(name, copy)
-        if was_sharded:
-            self.stored.release()
+        with self.stored.gathered():
+            self._unpack(name, copy)
         return copy
 
     def load(self, read: ReadBytes) -> None:
-        for target, part in self.stored.filled:
+        for target, part in self.stored.load_targets:
             for segment in self.unit.words.segments(part):
                 name, start = segment.name, segment.offset * target.itemsize
                 run = target[segment.where].view(np.uint8)[: self.unit.nbytes(segment.name) - start]
@@ -319,13 +322,13 @@ class BlockParameters(Parameters):
         return self.stored.nbytes
 
     @property
-    def _written(self) -> NoReturn:
+    def _layer_array(self) -> NoReturn:
         raise ValueError(
             f"unit {self.unit.name} is kept in quantized blocks, not in elements: fill it by "
             "load_stored, read it by all_gather_param or state_dict"
         )
 
-    master = master_shard = _written
+    master = master_shard = _layer_array
 
 
 def make_parameters(unit: Unit, context: Context, memory: Array | None) -> Parameters:

@@ -26,7 +26,7 @@ from zero_mpi.nn.layer import Gradients, Stage, Tally, Weights
 from zero_mpi.nn.linear import is_adapter
 from zero_mpi.nn.loss import HeadLoss
 from zero_mpi.sharding.actions import Action, Turn
-from zero_mpi.sharding.parameters import joined
+from zero_mpi.sharding.parameters import union
 from zero_mpi.telemetry import spans
 
 
@@ -62,11 +62,11 @@ class MicroBatch:
         self.rest: Iterator[Action] = iter(())  # remaining actions; a stage executes them up to its next turn
 
     def _weights(self, units: Iterable[int]) -> dict[str, Any]:
-        weights = joined([self.module.units[unit].weights() for unit in units])
+        weights = union([self.module.units[unit].weights() for unit in units])
         return {name: x for name, x in weights.items() if self.adapted or not is_adapter(name)}
 
     def _gradients(self, units: Iterable[int]) -> Gradients:
-        return joined([self.module.units[unit].gradients() for unit in units])
+        return union([self.module.units[unit].gradients() for unit in units])
 
     def _stage_weights(self, stage: int, reads: bool = True) -> StageWeights:
         self.batch.stage = stage

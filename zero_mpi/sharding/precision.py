@@ -100,7 +100,7 @@ class LossScale:
         return math.ldexp(1.0, self.exponent * self.dynamic)
 
     @property
-    def recorded(self) -> int | None:
+    def stored_exponent(self) -> int | None:
         """Exponent that a checkpoint stores; None if the scale is not dynamic."""
         return self.exponent if self.dynamic else None
 

@@ -56,8 +56,8 @@ class Accumulator:
     """
 
     def __init__(self, module: ShardedModule, rounds: Rounds) -> None:
-        self.module, self.rounds, self.round = module, rounds, 0
-        self.losses = no_losses(rounds.micro_batches)
+        self.module, self.rounds = module, rounds
+        self.begin()
         idle = rounds.ranks - rounds.micro_batches
         if idle > 0 and rounds.rank == 0:
             few = f"{idle} of {rounds.ranks} ranks have nothing to compute: a step has {rounds.micro_batches}"
@@ -70,7 +70,8 @@ class Accumulator:
             yield self.rounds.micro_batch(number)
 
     def begin(self) -> None:
-        self.round, self.losses = 0, no_losses(self.rounds.micro_batches)
+        self.round = 0
+        self.losses = device.in_use().zeros(self.rounds.micro_batches, np.float64)  # the host need not wait
 
     def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
         """Run one round: forward, loss and backward of this rank's micro-batch. Return its loss. Collective.
@@ -150,7 +151,7 @@ def dealt_out(
     idle = idle or (lambda: module.forward(None, training=False))
     with spans.during(spans.STEPS, "evaluation"):
         rounds = Rounds(micro_batches, module.comm.rank, module.comm.size)
-        losses = no_losses(count)
+        losses = device.in_use().zeros(count, np.float64)
         for number in range(len(rounds)):
             if (micro_batch := rounds.micro_batch(number)) is None:
                 idle()
@@ -159,11 +160,6 @@ def dealt_out(
             if after is not None:
                 after(rounds.contributors(number))
         return module.comm.sum_vector(device.in_use().to_host(losses))
-
-
-def no_losses(micro_batches: int) -> Array:
-    """Return zeros for the losses of micro-batches, on the device, so that the host need not wait."""
-    return device.in_use().zeros(micro_batches, np.float64)
 
 
 def ordered_total(values: Array) -> float:

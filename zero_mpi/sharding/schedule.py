@@ -73,7 +73,7 @@ class Schedule:
     @cached_property
     def without_reductions(self) -> Schedule:
         """Schedule of a round without reductions; a later round also reduces its gradients."""
-        backward, training = (without(REDUCING, actions) for actions in (self.backward, self.training))
+        backward, training = without(REDUCING, self.backward), without(REDUCING, self.training)
         return replace(self, backward=backward, training=training)
 
     def __str__(self) -> str:
@@ -96,19 +96,22 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Moves:
-    """Gathers, waits and releases of units at one stage, in one direction or in both together."""
+    """A computation, with the units that are gathered, awaited, released and reduced around it."""
 
-    start: Indices  # gathers to start before the stage computes
-    need: Indices  # units whose parameters the stage reads
-    drop: Indices  # units to release after the stage
+    compute: StageAction
+    gathers: Indices
+    waits: Indices
+    releases: Indices
+    reductions: Actions = ()
 
     def __add__(self, other: Moves) -> Moves:
-        need = tuple(dict.fromkeys(self.need + other.need))  # one wait for a unit that both directions need
-        return Moves(self.start + other.start, need, self.drop + other.drop)
+        waits = tuple(dict.fromkeys(self.waits + other.waits))  # one wait for a unit that both need
+        gathers, releases = self.gathers + other.gathers, self.releases + other.releases
+        return Moves(other.compute, gathers, waits, releases, other.reductions)
 
-    def around(self, compute: StageAction, reductions: Actions = ()) -> Actions:
-        gathers = (*map(Gather, self.start), *map(Wait, self.need))
-        return (*gathers, compute, *map(Release, self.drop), *reductions, Progress())
+    def actions(self) -> Actions:
+        before = (*map(Gather, self.gathers), *map(Wait, self.waits))
+        return (*before, self.compute, *map(Release, self.releases), *self.reductions, Progress())
 
 
 class Step(NamedTuple):
@@ -169,20 +172,17 @@ def make_schedule(
 
     passing = {unit for each in parts.values() for units in each.units for unit in units}
     plan = partial(plan_moves, prefetch=prefetch, gathers=gathers, passing=passing)
-    up, down = plan(ascent, keep=carried), plan(descent, held=carried)
-    forward_only = plan(ascent)  # without a following backward
-    reductions = reductions_after(descent, trainable)
+    forward, inference = plan(ascent, keep=carried), plan(ascent)
+    pairs = zip(plan(descent, held=carried), reductions_after(descent, trainable), strict=True)
+    backward = [replace(moves, reductions=reductions) for moves, reductions in pairs]
+    both = forward[-1] + backward[0] if backward else forward[-1]
+    training = [*forward[:-1], replace(both, compute=Loss(top)), *backward[1:]]
+    evaluation = [*inference[:-1], replace(inference[-1], compute=Evaluate(top))]
+    return Schedule(flat(forward), flat(backward), flat(training), flat(inference), flat(evaluation))
 
-    forward = [moves.around(step.compute) for moves, step in zip(up, ascent, strict=True)]
-    inference = [moves.around(step.compute) for moves, step in zip(forward_only, ascent, strict=True)]
-    each = zip(down, descent, reductions, strict=True)
-    backward = [moves.around(step.compute, reduced) for moves, step, reduced in each]
-    top_moves = up[-1] + (down[0] if down else Moves((), (), ()))
-    training = [*forward[:-1], top_moves.around(Loss(top), reductions[0] if down else ()), *backward[1:]]
-    evaluation = [*inference[:-1], forward_only[-1].around(Evaluate(top))]
-    flat = chain.from_iterable
-    directions = tuple(flat(forward)), tuple(flat(backward))
-    return Schedule(*directions, tuple(flat(training)), tuple(flat(inference)), tuple(flat(evaluation)))
+
+def flat(moves: Sequence[Moves]) -> Actions:
+    return tuple(chain.from_iterable(map(Moves.actions, moves)))
 
 
 def steps_of(
@@ -210,18 +210,15 @@ def reductions_after(descent: Sequence[Step], trainable: Sequence[bool]) -> list
     A unit's gradient is complete after the last step that adds to it. The reduction starts when fewer
     reductions than the limit are in flight, including reductions of the previous round.
     """
-    last = {unit: place for place, step in enumerate(descent) for unit in step.adds if trainable[unit]}
-    complete = [
-        [unit for unit in reversed(step.adds) if last.get(unit) == place]
-        for place, step in enumerate(descent)
-    ]
-    order = [unit for units in complete for unit in units]
+    last = {unit: i for i, step in enumerate(descent) for unit in step.adds if trainable[unit]}
+    groups = [[unit for unit in reversed(step.adds) if last.get(unit) == i] for i, step in enumerate(descent)]
+    order = [unit for units in groups for unit in units]
     earlier = order[-REDUCTIONS_IN_FLIGHT:] + order  # the last reductions of the previous round come first
     waits = [WaitReduce(unit) for unit in earlier] if len(order) >= REDUCTIONS_IN_FLIGHT else []
     pairs = dict(zip(order, waits, strict=False))
     return [
         tuple(action for unit in units for action in (pairs.get(unit), Reduce(unit)) if action)
-        for units in complete
+        for units in groups
     ]
 
 
@@ -250,5 +247,5 @@ def plan_moves(
         unused = [unit for unit in need if last[unit] == place or (unit in passing and unit not in reads)]
         drop = tuple(unit for unit in unused if unit not in keep and gathers[unit])
         started.difference_update(drop)
-        moves.append(Moves(start, need, drop))
+        moves.append(Moves(step.compute, start, need, drop))
     return moves

@@ -20,7 +20,7 @@ from zero_mpi.sharding.precision import floats
 
 QUANTUM = 1024  # elements
 # Kinds of units. All parameters of a unit have the same kind; stored parameters are frozen.
-TRAINED, WHOLE, FROZEN, STORED = "trained", "whole", "frozen", "stored"
+TRAINED, FULL, FROZEN, STORED = "trained", "full", "frozen", "stored"
 BYTES = 4  # bytes of an element
 WORDS = 16  # words in a cache line of 64 bytes; stored tensors and slices start at multiples of it
 
@@ -40,7 +40,7 @@ class Segment:
 class Unit:
     """Names, shapes and offsets of the parameters in a flat buffer.
 
-    whole: no parameter is cut; ends: where each rank's slice ends in that case (`dealt_whole`).
+    full_matrices: no parameter is cut; ends: where each rank's slice ends in that case (`with_owners`).
     firsts: offset of the unit's part in each parameter that is split over several units.
     """
 
@@ -48,7 +48,7 @@ class Unit:
     params: Mapping[str, Param]
     quantum: int
     trainable: bool
-    whole: bool = False
+    full_matrices: bool = False
     ends: tuple[int, ...] = ()
     firsts: Mapping[str, int] = field(default_factory=dict)
 
@@ -63,11 +63,8 @@ class Unit:
     @cached_property
     def offsets(self) -> dict[str, int]:
         """Offset of each parameter, a multiple of the quantum."""
-        offsets, end = {}, 0
-        for name in self.params:
-            offsets[name] = end
-            end += self.chunks(name) * self.quantum
-        return offsets
+        starts = accumulate((self.chunks(name) * self.quantum for name in self.params), initial=0)
+        return dict(zip(self.params, starts, strict=False))
 
     @cached_property
     def length(self) -> int:
@@ -119,7 +116,7 @@ class Unit:
 
 KINDS = {  # (end of the unit's name, whether the unit is trained, whether it cuts no parameter)
     TRAINED: ("", True, False),
-    WHOLE: (" (whole)", True, True),
+    FULL: (" (whole)", True, True),
     FROZEN: (" (frozen)", False, False),
     STORED: (" (stored stacks)", False, False),
 }
@@ -177,23 +174,24 @@ def units_by_bytes(
         bucket[name] = params[name]
     full += [(kind, bucket) for kind, bucket in open_buckets.items() if bucket]
     units = [
-        Unit(f"bucket {number}", members, QUANTUM, True, kind == WHOLE)
+        Unit(f"bucket {number}", members, QUANTUM, True, kind == FULL)
         for number, (kind, members) in enumerate(full)
     ]
     frozen = {name: param for name, param in params.items() if kind_of(name) == FROZEN}
     return [*units, Unit("frozen", frozen, QUANTUM, False)] if frozen else units
 
 
-def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ...]], int]) -> list[Unit]:
+def with_owners(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ...]], int]) -> list[Unit]:
     """Return the units for `ranks` ranks; in units of full matrices, each parameter has one owner.
 
     Over all units, the parameter of largest `cost` is assigned first, to the rank with the least cost so far.
     """
-    full = [(unit, name, param) for unit in units if unit.whole for name, param in unit.params.items()]
+    full = [unit for unit in units if unit.full_matrices]
+    costs = {unit.label(name): cost(param.shape) for unit in full for name, param in unit.params.items()}
     load, owner = [0] * ranks, dict[str, int]()
-    for unit, name, param in sorted(full, key=lambda entry: -cost(entry[2].shape)):
-        owner[unit.label(name)] = rank = load.index(min(load))
-        load[rank] += cost(param.shape)
+    for label in sorted(costs, key=costs.__getitem__, reverse=True):
+        owner[label] = rank = load.index(min(load))
+        load[rank] += costs[label]
 
     def dealt(unit: Unit) -> Unit:
         owners = {name: owner[unit.label(name)] for name in unit.params}
@@ -203,7 +201,7 @@ def dealt_whole(units: Sequence[Unit], ranks: int, cost: Callable[[tuple[int, ..
         params = {name: unit.params[name] for name in sorted(owners, key=owners.__getitem__)}
         return replace(unit, params=params, ends=tuple(accumulate(sizes)))
 
-    return [dealt(unit) if unit.whole else unit for unit in units]
+    return [dealt(unit) if unit.full_matrices else unit for unit in units]
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Saving(Observer):
     def seconds_needed(self) -> float:
         """Return the seconds to reserve for the last checkpoint before the time limit."""
         files = 3 + (self._session.config.ema is not None)  # parameters, two moments, moving average
-        state = files * sum(unit.parameters.nbytes_whole for unit in self._session.module.units)
+        state = files * sum(unit.parameters.nbytes_full for unit in self._session.module.units)
         return SAVE_MARGIN * max(SHORTEST_SAVE, self.saver.longest or state / SLOW_DISK)
 
     def save(self, progress: TrainingProgress) -> None:

@@ -96,7 +96,7 @@ class Steps:
             skipped=optimizer.skipped,
             updates=optimizer.steps,
             samples=self.progress.samples + loader.batch_size,
-            scale_exponent=scale.recorded,
+            scale_exponent=scale.stored_exponent,
             scale_steps=scale.good_steps,
         )
 
