@@ -18,9 +18,9 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9308, "package": 49527, "tests": 41457}
+TOTAL = {"engine": 9308, "package": 49529, "tests": 41457}
 ROOMS = {
-    "checkpoint": 4244,
+    "checkpoint": 4246,
     "cli": 251,
     "comm": 3993,
     "commands": 7714,

@@ -192,19 +192,21 @@ class OutputFile:
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def close(self, durable: bool = True) -> None:
-        """Close the file. If `durable`, first flush to disk all bytes that processes of this host wrote.
+    def sync(self) -> None:
+        """Flush to disk all bytes that processes of this host wrote."""
+        with naming(self.path):
+            os.fsync(self._handle)
 
-        A second call does nothing.
-        """
+    def close(self, durable: bool = True) -> None:
+        """Close the file, after a sync if `durable`. A second call does nothing."""
         if self._handle < 0:
             return
-        handle, self._handle = self._handle, -1
-        with naming(self.path):
-            try:
-                if durable:
-                    os.fsync(handle)
-            finally:
+        try:
+            if durable:
+                self.sync()
+        finally:
+            handle, self._handle = self._handle, -1
+            with naming(self.path):
                 os.close(handle)
 
 
