@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9308, "package": 49529, "tests": 41457}
+TOTAL = {"engine": 9308, "package": 49533, "tests": 41459}
 ROOMS = {
     "checkpoint": 4246,
     "cli": 251,
@@ -30,7 +30,7 @@ ROOMS = {
     "device": 749,
     "environment": 377,
     "files": 896,
-    "launch": 2004,
+    "launch": 2008,
     "models": 1219,
     "nn": 2295,
     "ops": 7294,
@@ -46,7 +46,7 @@ ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "t
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # limits on the lines of functions
-WORDS = {"pages": 25380, "README.md": 1000}  # number of words, as `wc -w` counts them
+WORDS = {"pages": 25387, "README.md": 1000}  # number of words, as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),

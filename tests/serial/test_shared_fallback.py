@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import launcher, run_command
+from jobs import launcher, launcher_kind, run_command
 from test_command_bits import assert_same_run, needs_mpiexec, train, write_text
 
 pytestmark = needs_mpiexec
@@ -84,7 +84,8 @@ def run_with_shm(size: str, ranks: int, out: Path, *flags: str, how: str = "") -
 def test_too_little_shared_memory_is_one_line_and_messages(how, text, tmp_path):
     """Other processes may fill /dev/shm later. The library must have created the window by then, because
     Open MPI checks the space on one rank only, and if the check fails, other ranks wait forever."""
-    flags, size = ["--data", *text, *MODEL], "100m" if how else "12m"
+    flags = ["--data", *text, *MODEL]
+    size = "100m" if how else "32m" if launcher_kind() == "intel" else "12m"
     status, output, _ = run_with_shm(size, 2, tmp_path / "out", *flags, "--transport", "auto", how=how)
     assert status == 0, output
     lines = [line for line in output.splitlines() if "transport" in line]

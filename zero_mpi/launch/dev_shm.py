@@ -35,6 +35,8 @@ SETTLED = 2.0  # seconds after which a library has mapped a new segment
 # Bytes per rank, measured with 1 to 16 ranks of MPICH 5.0 on UCX 1.19: with UCX's segment and without.
 WITH_UCX, WITHOUT_UCX = 5_400_000, 1_066_000
 SPARE = 1 << 18  # further bytes per node
+# Intel MPI takes more memory while it sends, and dies of SIGBUS if there is none: 20 MiB for 2 or 8 ranks.
+INTEL, OF_INTEL = 24 << 20, "I_MPI_HYDRA_UUID"  # bytes per node, and a variable that its launcher sets
 REMEDY = "enlarge it (containers: --shm-size=1g or --ipc=host), or start fewer ranks per node"
 
 
@@ -61,6 +63,8 @@ def find_problem(environ: MutableMapping[str, str]) -> str:
     need = ranks * WITH_UCX + SPARE
     if free is not None and free < need and environ.setdefault("UCX_TLS", "^posix") == "^posix":
         need = ranks * WITHOUT_UCX + SPARE
+    if OF_INTEL in environ and ranks > 1:
+        need = max(need, INTEL)
     if free is None or free >= need:
         return ""
     return (
