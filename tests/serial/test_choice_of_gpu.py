@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from jobs import COMPILED, run_command, run_job
-from test_command_bits import needs_mpiexec
+from test_command_bits import needs_mpiexec, write_text
 
 from zero_mpi.environment import LOCAL_RANK
 
@@ -78,7 +78,7 @@ def test_ranks_of_a_node_take_their_gpus(env, launcher, tmp_path):
     sizes = {"layers": 1, "dim": 16, "heads": 2, "ffn": 16, "context": 8, "batch-size": 4, "micro-batch": 1}
     flags = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     flags += ["--device", "cuda", "--steps", steps, "--out", str(tmp_path / "run")]
-    flags += ["--eval-every", "0", "--sample", "0", "--transport", "staged"]
+    flags += ["--data", *write_text(tmp_path), "--eval-every", "0", "--sample", "0", "--transport", "staged"]
     env = env | COMPILED | {"TOLD": str(tmp_path)}
     status, output, errors = run_job(3, ["-c", code, *flags], env=env, timeout=100)
     assert status == 0, output + errors
