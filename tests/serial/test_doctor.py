@@ -168,7 +168,7 @@ NAMES = '{"names": ["X1", "X1"], "driver": "13.0"}'
 def test_the_answers_of_the_live_test_of_devices(end, text, verdict, monkeypatch):
     """CuPy is missing, and the child finds two devices and then ends in one of several ways."""
     monkeypatch.setattr(hosts, "PROBE_SECONDS", 1.0)
-    monkeypatch.setattr(hosts, "installed", lambda name: "")
+    monkeypatch.setattr(hosts, "package_version", lambda name: "")
     code = CHILD.replace("{}", NAMES, 1).replace("{}", end)
     probed = hosts.find_devices([sys.executable, "-c", code], ["/"])
     devices, cupy, aware = hosts.device_rows([probed], ("a",))

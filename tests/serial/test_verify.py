@@ -114,7 +114,7 @@ from zero_mpi.commands.verify.command import main
 def cached(*arguments):
     raise AssertionError("the cache is read")
 
-encoded_cache.LEAST, encoded_cache.found = 0, cached
+encoded_cache.LEAST, encoded_cache.load_entry = 0, cached
 main()
 """
 
