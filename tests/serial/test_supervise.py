@@ -282,6 +282,8 @@ def test_this_machine_is_not_asked_whatever_domain_its_name_has(own, other, monk
     monkeypatch.setattr("platform.node", lambda: own)
     hosts = tuple(map(HostEntry, ("n1", "n1.cluster", "localhost", "127.0.0.1", other)))
     assert HostPool(hosts, ("false", "{host}")).silent() == [other]
+    hosts += (HostEntry("n1.rack2"),)  # n1 may be either of two hosts with a domain
+    assert "n1.rack2" in HostPool(hosts, ("false", "{host}")).silent()
 
 
 # -------------------------------------------------------------------------------- hosts of batch systems

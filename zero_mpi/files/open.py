@@ -20,7 +20,7 @@ from zero_mpi.files.foreign import shown
 MOST_JSON = 64 << 20  # limit in bytes of a file that is read in full to be parsed
 READ_AT_ONCE = 1 << 20  # bytes per read, so small files need no buffer of the full limit
 MOST_LINE = 1 << 20  # limit in bytes of a line
-MOST_SKIPPED = 63 << 20  # limit in bytes of all longer lines, without the first MOST_LINE bytes of each
+MOST_SKIPPED = 64 << 20  # limit in bytes of all longer lines, which are skipped
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
@@ -169,18 +169,21 @@ def read_lines(
 
 def _lines(file: BinaryIO, needle: bytes) -> Iterator[bytes]:
     rest, skipped = b"", 0
+    skips = False  # true inside a line that is too long
     while block := file.read(READ_AT_ONCE):
         data = rest + block
-        begin, end = 0, data.rfind(b"\n") + 1  # end of the last complete line
+        end = data.rfind(b"\n") + 1  # end of the last complete line
+        rest, begin = data[end:], 0
+        if skips and end:
+            skips, begin = False, data.index(b"\n") + 1
         while begin < end and (at := data.find(needle, begin, end)) >= 0:  # cut out only matching lines
             begin, stop = max(begin, data.rfind(b"\n", begin, at) + 1), data.index(b"\n", at)
             if stop - begin < MOST_LINE:
                 yield data[begin:stop]
             begin = stop + 1
-        rest = data[end:]
-        skipped += max(0, len(rest) - MOST_LINE)
-        if skipped > MOST_SKIPPED:
-            raise ValueError(skipped)
-        rest = rest[:MOST_LINE]  # a line of this length is skipped when its end is found
-    if needle in rest and 0 < len(rest) < MOST_LINE:
+        if skips or len(rest) >= MOST_LINE:
+            skips, skipped, rest = True, skipped + len(rest), b""
+            if skipped > MOST_SKIPPED:
+                raise ValueError(skipped)
+    if rest and needle in rest:
         yield rest

@@ -152,7 +152,8 @@ def find_case(world: World, spec: RunSpec) -> tuple[Case, str]:
 
         need = plan_memory(case).node_shared + MARGIN
         fault = space_problem(need) if world.node.rank == 0 else ""
-        problem = problem or next(filter(None, world.comm.allgather_object(fault)), "")
+        faults = [problem, *world.comm.allgather_object(fault)]
+        problem = next(filter(None, faults), "")
         case = replace(case, transport_wanted=kinds.MPI) if problem else case
     world.run_on_all(lambda: check_sums(case))
     return case, problem

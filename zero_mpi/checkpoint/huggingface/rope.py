@@ -112,11 +112,12 @@ def rope_of(settings: Settings) -> Settings:
         former = CONTEXT_PHI3
         if nested not in (None, former):
             raise settings.fault(CONTEXT, f"{nested} also next to rope_scaling, where transformers reads it")
+    has_objects = any(isinstance(value, dict) for value in parameters.values())
     if former is not None:
         parameters[CONTEXT] = former
     if not is_phi3:
         Settings(parameters).only({PARTIAL: (None, 1.0)})
-    if any(isinstance(value, dict) for value in parameters.values()):
+    if has_objects:
         raise settings.fault("rope_parameters", "one setting for all layers")
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind in OLDER_LONGROPE and is_phi3:

@@ -125,8 +125,9 @@ class Export:
                 path.replace(result)
             place.rmdir()
         elif place.is_dir():
+            places = [place, moved_aside(target)] if target.exists() else []
             put(place, target)
-            for folder in (place, moved_aside(target)):  # one of them may be the old folder
+            for folder in places:  # one of them is the old folder
                 remove(folder)
         else:
             place.replace(target)

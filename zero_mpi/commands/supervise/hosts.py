@@ -48,7 +48,8 @@ class HostPool:
         return tuple(host for host in self.hosts if host.name not in silent)[:count]
 
     def silent(self) -> list[str]:
-        names = [host.name for host in self.hosts if not is_this_machine(host.name)]
+        own_names = names_of_this_machine([host.name for host in self.hosts])
+        names = [host.name for host in self.hosts if host.name not in own_names]
         silent = list[str]()
         for begin in range(0, len(names), AT_ONCE):
             probes = {name: self._ask(name) for name in names[begin : begin + AT_ONCE]}
@@ -72,12 +73,11 @@ class HostPool:
             return None
 
 
-def is_this_machine(name: str) -> bool:
-    """Return whether a host's name is that of this machine. A name without a domain fits any domain."""
+def names_of_this_machine(names: Sequence[str]) -> set[str]:
+    """Return the names of this machine; one of `names` may add a domain to its name."""
     own = platform.node()
-    short, own_short = name.partition(".")[0], own.partition(".")[0]
-    is_short = short == name or own_short == own
-    return name in (own, "localhost", "127.0.0.1") or (is_short and short == own_short)
+    full = {name for name in names if name.startswith(f"{own}.")}
+    return {own, own.partition(".")[0], "localhost", "127.0.0.1", *(full if len(full) == 1 else ())}
 
 
 def find_pool(hostfile: str, probe: str, environ: Mapping[str, str] = os.environ) -> HostPool | None:

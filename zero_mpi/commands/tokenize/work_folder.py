@@ -65,9 +65,10 @@ class WorkFolder:
 
     def _earlier_table(self) -> Table:
         """Return the manifest, or the plan of a job that has complete parts; {} without either."""
-        has_parts = any(path.name != PLAN for path in self.job_folder.glob("*.json"))
-        if self.is_complete or (has_parts and exists(self._plan)):
-            return read_table(self._plan, sealed_too=not self.is_complete)
+        if self.is_complete:
+            return read_table(self._plan)
+        if exists(self._plan) and any(path.name != PLAN for path in self.job_folder.glob("*.json")):
+            return read_table(self._plan, sealed_too=True)
         return {}
 
     def _check(self, now: Table) -> None:

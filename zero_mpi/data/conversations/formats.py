@@ -289,9 +289,9 @@ def _is_trained(message: Message) -> bool:
 
 def _tools(value: Any) -> list[Any] | None:
     """Return the tools in `value`, a list or its JSON text; None for no tools. Raise ValueError otherwise."""
-    tools = value
-    if is_text(value):
-        tools = parse_json(value.encode()) if value.strip() else None
+    tools = None if value == "" else value
+    if is_text(value) and value.strip():
+        tools = parse_json(value.encode())
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"tools: expected a list, or the JSON text of a list, found {quoted(value)}")
     return tools or None
