@@ -77,11 +77,8 @@ def pairwise_sums(x: Array, segments: Array) -> Array:
     """
     count = segments.shape[1]
     if is_cupy(x):
-        sums, blocks, kernel = (
-            in_use().empty(count, np.float64),
-            -(-count * 8 // THREADS),
-            kernels()[PAIRWISE],
-        )
+        sums, blocks = in_use().empty(count, np.float64), -(-count * 8 // THREADS)
+        kernel = kernels()[PAIRWISE]
         kernel((blocks,), (THREADS,), (x, segments, sums, np.int64(count)), stream=in_use().stream)
         return sums
     sums, (starts, lengths) = np.empty(count), segments

@@ -153,7 +153,7 @@ class RotaryModel(ModelConfig):
     joint_norms: ClassVar[bool] = False  # q and k are normalized over all heads together
     norms_before: ClassVar[bool] = True  # inputs of attention and feed-forward are normalized (pre-norm)
     norms_after: ClassVar[bool] = False  # outputs of attention and feed-forward are normalized (post-norm)
-    rope_free_period: ClassVar[int] = 0  # one block in this many has no rotary positions; 0: none
+    rope_free_period: ClassVar[int] = 0  # one block in this many has no rotary positions; 0: all have them
     may_tie: ClassVar[bool] = True  # llama.cpp accepts a tied head
     projection: ClassVar[type[ProjectQKV]] = ProjectQKV  # layer that computes q, k and v
     activation: ClassVar[type[SwiGLU]] = SwiGLU  # gated activation of the feed-forward

@@ -21,9 +21,7 @@ from zero_mpi.ops.signatures import Signature
 
 BFLOAT16, FLOAT16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 LOW = (BFLOAT16, FLOAT16)
-SIGNATURES: dict[
-    str, Signature
-] = {}  # signatures of operations that get float32 copies of low-precision arrays
+SIGNATURES: dict[str, Signature] = {}  # operations that get float32 copies of low-precision arrays
 
 
 def widened(x: Any) -> Any:

@@ -94,6 +94,9 @@ def in_parts(shape: tuple[int, ...], work: Callable[[slice], T], even: int = 1) 
 
 def flat_parts(kernel: Callable[..., Any], *arrays: Array) -> None:
     """Call an elementwise kernel on parts of flat arrays."""
+    if _threads == 1:
+        kernel(*arrays)
+        return
     in_parts(arrays[0].shape, lambda part: kernel(*(array[part] for array in arrays)), EVEN)
 
 

@@ -122,15 +122,18 @@ class ShardedOptimizer:
         Rates rarely differ, so a unit has few segments. An element's update does not depend on the segments.
         """
         part, full = unit.updated[2], unit.unit
-        factors = [value_of(scales, name, float(param.decays)) for name, param in full.params.items()]
         chunks = slice(part.start // full.quantum, -(-part.stop // full.quantum))
-        decays = np.repeat(factors, [full.chunks(name) for name in full.params])[chunks].copy()
-        segments, start = list[Segment](), -part.start  # some segments may end before the part or after it
-        for update, names in groupby(full.params, lambda name: (self.rate_factor(name), self.rule_of(name))):
-            stop = start + full.quantum * sum(map(full.chunks, names))
-            segments.append((slice(start, stop), *update))
+        decays, updates = list[float](), list[tuple[float, Rule]]()
+        for name, param in full.params.items():
+            count = full.chunks(name)
+            decays += [value_of(scales, name, float(param.decays))] * count
+            updates += [(self.rate_factor(name), self.rule_of(name))] * count
+        segments, start = list[Segment](), 0
+        for (factor, rule), group in groupby(updates[chunks]):
+            stop = start + full.quantum * sum(1 for _ in group)
+            segments.append((slice(start, stop), factor, rule))
             start = stop
-        return device.in_use().from_host(decays), segments
+        return device.in_use().from_host(np.array(decays[chunks], np.float64)), segments
 
     def averages(self) -> Mapping[str, Array]:
         """Return the moving averages by unit (not copies); before any update they equal the parameters."""

@@ -77,8 +77,8 @@ class SquaresSum:
         local = local[:, np.argsort(local[0], kind="stable")]
         first, end, offset = local[:, np.searchsorted(local[0], starts, "right") - 1]
         self._places = np.flatnonzero((first <= starts) & (starts + lengths <= end) & (lengths > 0))
-        segments = np.stack([starts - first + offset, lengths])[:, self._places]
-        self._segments = device.in_use().from_host(segments)
+        segments = [(starts - first + offset)[self._places], lengths[self._places]]
+        self._segments = device.in_use().from_host(np.stack(segments))  # in C order, as the kernel reads it
 
     def part(self, values: Sequence[Array]) -> Array:
         """Return the vector that this rank sends: sums of its values (in order of units), zeros elsewhere."""

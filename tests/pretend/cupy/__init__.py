@@ -243,6 +243,8 @@ def asarray(a: Any, dtype: Any = None) -> ndarray:
     if isinstance(a, ndarray):
         return a if dtype is None or a.dtype == dtype else a.astype(dtype)
     host = np.asarray(a, dtype)
+    if host.flags.fnc:  # CuPy keeps this order, and kernels read the memory
+        return asarray(host.T).T
     array = ndarray(host.shape, host.dtype)
     array.set(np.ascontiguousarray(host).reshape(host.shape))
     return array

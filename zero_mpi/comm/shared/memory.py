@@ -156,9 +156,7 @@ class Counters:
         self._words = memoryview(self._window.hand_over()).cast("q")
         for word in range(self._first, self._first + WORDS):
             self._words[word] = 0
-        self._least = dict.fromkeys(
-            range(POSTED, TABLE, 8), 0
-        )  # counter -> value that all ranks have reached
+        self._least = dict.fromkeys(range(POSTED, TABLE, 8), 0)  # counter -> value that all have reached
         self._window.fence()
         node.Barrier()
 

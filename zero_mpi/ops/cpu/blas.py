@@ -24,12 +24,8 @@ from zero_mpi.device.types import Array
 from zero_mpi.ops.cpu.jit import BYTE, ONE, ZERO, intrinsic_of, kernel
 
 SYMBOL = "zero_mpi_sgemm"
-EXPORTED_NAMES = (
-    "scipy_sgemm_64_",
-    "sgemm_64_",
-    "scipy_sgemm_",
-    "sgemm_",
-)  # names in different builds of OpenBLAS
+# Names in different builds of OpenBLAS.
+EXPORTED_NAMES = ("scipy_sgemm_64_", "sgemm_64_", "scipy_sgemm_", "sgemm_")
 NORMAL, TRANSPOSED = ord("N"), ord("T")
 NN, NT, TN = (NORMAL, NORMAL), (NORMAL, TRANSPOSED), (TRANSPOSED, NORMAL)
 
