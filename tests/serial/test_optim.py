@@ -148,6 +148,22 @@ def test_rates_by_name_are_those_of_plain_adamw_with_groups(way):
     assert np.array_equal(module.state_dict()["blk.0.a.bias"], first["blk.0.a.bias"])
 
 
+@every_way
+def test_decays_by_name_also_apply_to_vectors(way):
+    results, scales = [], {"*": np.float32(0.5), "blk.0.*": 2}
+    for weight_decay in (0.4, 0.0):
+        module = make_module(**way)
+        first = module.state_dict()
+        optimizer = ShardedAdamW(module, **OPTIONS | {"weight_decay": weight_decay}, decay_scale=scales)
+        accumulate_gradients(module, 0)
+        optimizer.step()
+        results.append(module.state_dict())
+    decayed, plain = results
+    for name, values in first.items():
+        decay = 0.01 * 0.4 * (2 if name.startswith("blk.0.") else 0.5)
+        np.testing.assert_allclose(decayed[name], plain[name] - decay * values, rtol=1e-5, atol=1e-7)
+
+
 def factor_of(name):
     return 0.0 if name == "blk.0.a.bias" else 3.0 if name.startswith("blk.") else 0.5
 
