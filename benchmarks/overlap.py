@@ -30,7 +30,9 @@ def make_parser() -> Parser:
         description="Measure how much communication overlaps with computation.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--rate", nargs="+", default=["1gbit", "none"], help="speed of the hosts' links")
+    parser.add_argument(
+        "--rate", nargs="+", default=["1gbit", "none"], help="speeds of the hosts' links; none: no limit"
+    )
     parser.add_argument("--mpi", choices=("mpich", "openmpi"), default="mpich")
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print one JSON object per rate")

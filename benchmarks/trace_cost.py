@@ -41,7 +41,9 @@ def make_parser() -> Parser:
     parser.add_argument("--transport", choices=("auto", "mpi", "shared"), default="auto")
     parser.add_argument("--warmup", type=int, default=3, help="number of steps that are not timed")
     parser.add_argument("--steps", type=int, default=5, help="number of steps in a block")
-    parser.add_argument("--rounds", type=int, default=10, help="number of blocks of each kind")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="number of blocks with a timeline, and as many without"
+    )
     return parser
 
 

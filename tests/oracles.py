@@ -1,4 +1,4 @@
-"""Reference programs, llama.cpp and a real model; tests are skipped if they are not installed."""
+"""llama.cpp as the reference program, and a real model; tests that need one are skipped without it."""
 
 import ctypes
 import importlib.util

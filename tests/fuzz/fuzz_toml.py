@@ -128,7 +128,6 @@ def sound(random: Random, folder: Path) -> list[str]:
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "machines"
-# Few micro-batches of this model fit into a node, so the plan's search for the largest one is short.
 MODEL = ["--layers", "8", "--dim", "4096", "--heads", "8", "--context", "1024", "--vocab-size", "300"]
 
 

@@ -50,7 +50,7 @@ def test_how_it_is_done_changes_no_work(changed):
 
 
 def test_attention_that_computes_its_weights_again_counts_once():
-    """The FLOPs of a step count attention weights once, although long contexts compute them twice."""
+    """The FLOPs of a step count attention weights once, although they are computed twice at long contexts."""
     model = GPT2.from_flags({"layers": 1, "dim": 16, "heads": 2, "context": 2048, "vocab_size": 7})
     once, twice = (step_flop(Case(model, batch_size=1, micro_batch=1, context=t)) for t in (1024, 2048))
     pairs = 3 * 2 * 2 * 16 * (attended(2048) - 2 * attended(1024))

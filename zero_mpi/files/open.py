@@ -1,4 +1,4 @@
-"""Safe opening and reading of files, which other programs may have replaced by anything.
+"""Opens and reads files safely, even if another program has replaced them, for example by a pipe.
 
 Only regular files are opened, because a pipe could block forever and a device never ends. Reads are bounded.
 `open_in_place` opens files safely to overwrite, append to or truncate them.

@@ -74,7 +74,7 @@ def multiplier(*arrays: Array | None) -> Callable[..., Array] | None:
 
 @cache
 def of_single(library: OneDNN) -> Callable[..., Array]:
-    """Return a float32 product like `blas.times` that uses the faster of oneDNN and BLAS."""
+    """Return a float32 version of `blas.times` that calls the faster of oneDNN and BLAS."""
 
     def multiply(a: Array, b: Array, c: Array, *, adds: bool = False) -> Array:
         small = c.size * a.shape[-1] < LEAST

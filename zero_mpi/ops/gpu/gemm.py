@@ -143,7 +143,7 @@ class LtGemm:
         self._add_bias: Callable[[int, int], None] | None = None  # a kernel, if no algorithm adds the bias
         try:
             self._choose(spec)
-        except NoAlgorithm:  # unaligned rows may have no algorithm that adds a bias
+        except NoAlgorithm:  # there may be none that adds a bias to unaligned rows
             if not spec.bias:
                 raise
             describe(lt, "matmul_desc", self.description, EPILOGUE=EPILOGUE_DEFAULT)
