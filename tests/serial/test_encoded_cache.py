@@ -208,7 +208,7 @@ def corpus(path, kind, **changes):
 
 
 def test_a_cached_start_says_the_same_of_conversations(cache, tmp_path):
-    """Cached conversations give the same notes as at the first read; --skip-bad is part of a cache entry's name."""
+    """Cached conversations give the same notes; --skip-bad is part of the name of a cache entry."""
     path = data(tmp_path / "data", "conversations")
     path.write_text(path.read_text() + "\n{broken")
     first, second = (corpus(path, "bpe", skip_bad=True) for _ in range(2))

@@ -388,6 +388,6 @@ def write_tensors(output: Output, thread: ThreadPoolExecutor, tick: Callable[[st
         output.write([(name, 0, constant)])
         digests[name] = digest(constant)
     table = checked_table(content.tensors)
-    rest = [name for name in table if name not in digests]  # row shards, which end inside pieces
+    rest = [name for name in table if name not in digests]  # row shards end inside pieces: read the file
     output.attempt(lambda: digests.update((name, output.read_digest(table[name])) for name in rest))
     return {name: digests.get(name, BLANK) for name in table}

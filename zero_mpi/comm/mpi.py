@@ -65,8 +65,8 @@ class MPIComm(Comm):
         node = self._control.Split_type(MPI.COMM_TYPE_SHARED)
         ranks_here = node.Get_size()
         node.Free()
-        has_time = ranks_here < self.size or ranks_here < environment.node_cores()
-        pays = has_time and self.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        may_help = ranks_here < self.size or ranks_here < environment.node_cores()
+        pays = may_help and self.size > 1 and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         return all(self.allgather_object(pays))
 
     def start(self, running: Running, kind: str, label: str, record: Record | None = None) -> Handle:

@@ -83,12 +83,12 @@ def window_of(samples: ArrayLike, windows: int, *key: int) -> Places:
     """
     epochs, places = np.divmod(np.asarray(samples, np.int64), windows)
     blocks, offsets = np.divmod(places, max(windows, 1) if windows <= MOST_SORTED else BLOCK)
-    numbers = np.empty_like(places)
+    order = np.empty_like(places)
     # np.unique would import numpy.ma, which makes the start 30 ms slower.
     for epoch, block in sorted(set(zip(epochs.ravel().tolist(), blocks.ravel().tolist(), strict=True))):
         mask = (epochs == epoch) & (blocks == block)
-        numbers[mask] = _block(windows, block, *key, _EPOCH_STREAM, epoch)[offsets[mask]]
-    return numbers
+        order[mask] = _block(windows, block, *key, _EPOCH_STREAM, epoch)[offsets[mask]]
+    return order
 
 
 class SampleOrder:

@@ -53,7 +53,7 @@ WATCHERS = (__file__, " in _renew")  # " in _renew": threads that renew status.j
 FOLDER = ".ranks"
 MOST = 1 << 22  # maximum size of a signed file in bytes
 STACKS = 4  # maximum number of ranks whose stacks are shown
-Calls = Mapping[int, Mapping[int, str]]  # rank -> number -> text of the collectives on a communicator
+Table = Mapping[int, Mapping[int, str]]  # rank -> number -> text of the collectives on a communicator
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def find_deadlock(states: Mapping[int, RankState]) -> Deadlock | None:
     return find_difference(tables) or find_absence(states, tables)
 
 
-def find_difference(tables: Sequence[Calls]) -> Deadlock | None:
+def find_difference(tables: Sequence[Table]) -> Deadlock | None:
     """Find ranks whose collectives of the same number differ."""
     for table in tables:
         for number in sorted({number for texts in table.values() for number in texts}):
@@ -170,7 +170,7 @@ def find_difference(tables: Sequence[Calls]) -> Deadlock | None:
     return None
 
 
-def find_absence(states: Mapping[int, RankState], tables: Sequence[Calls]) -> Deadlock | None:
+def find_absence(states: Mapping[int, RankState], tables: Sequence[Table]) -> Deadlock | None:
     """Find a rank, first a failed one, that ended before a collective that other ranks have started."""
     statuses = {rank: state.ended for rank, state in sorted(states.items()) if state.ended is not None}
     for rank in sorted(statuses, key=lambda rank: not statuses[rank]):
@@ -178,11 +178,11 @@ def find_absence(states: Mapping[int, RankState], tables: Sequence[Calls]) -> De
             number = max(table[rank], default=-1) + 1
             waiting = [r for r in states if r not in statuses and max(table[r], default=-1) >= number]
             if waiting:
-                label = shown(table[min(waiting)].get(number, f"collective {number}"))
+                text = shown(table[min(waiting)].get(number, f"collective {number}"))
                 wait = "wait" if len(waiting) > 1 else "waits"
                 return Deadlock(
                     f"rank {rank} has ended with exit status {statuses[rank]}, while {named(waiting)} {wait} "
-                    f"for it in {label}",
+                    f"for it in {text}",
                     statuses[rank] or FAILED,
                 )
     return None
@@ -256,9 +256,9 @@ class Watchdog:
         self._reports: RankReports | None = None
         self._places: Sequence[str] = []
         self._kill = kill
-        self._signature: float | None = None  # the value of `_last_change` when this rank signed
+        self._sign_time: float | None = None  # the value of `_last_change` when this rank signed
         self._pause, self._compares_at = POLL / 2, 0.0  # seconds between comparisons, time of the next
-        self._ended = threading.Event()
+        self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=run, name=f"zero_mpi {name}", daemon=True)
             for run, name in ((self._watch, "watchdog"), (self._last_resort, "last resort"))
@@ -267,10 +267,10 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        self._ended.set()
+        self._stop.set()
         for thread in self._threads:
             thread.join(DRAIN)  # limited, as the thread may hang in a file system
-        if self._signature is not None and self._reports is not None:
+        if self._sign_time is not None and self._reports is not None:
             self._reports.leave()
 
     def gather(
@@ -323,7 +323,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         before = time.perf_counter()
-        while not self._ended.wait(interval := min(POLL, self.limit / 16)):
+        while not self._stop.wait(interval := min(POLL, self.limit / 16)):
             now = time.perf_counter()
             if now - before > interval + min(SUSPENDED, self.limit / 2):
                 self._work_start = now  # the process was stopped, which is no lack of progress
@@ -336,13 +336,13 @@ class Watchdog:
 
     def _answer(self, reports: RankReports, changed: float, age: float) -> None:
         """Sign or leave the roll call, then compare the states of all ranks that have signed."""
-        if self._signature not in (None, changed):
-            self._signature = None
+        if self._sign_time not in (None, changed):
+            self._sign_time = None
             reports.leave()
-        if self._signature is None and self._is_due(reports, age):
+        if self._sign_time is None and self._is_due(reports, age):
             self._sign(reports, changed)
         now = time.perf_counter()
-        if self._signature is not None and now >= self._compares_at:
+        if self._sign_time is not None and now >= self._compares_at:
             self._pause = min(2 * self._pause, MOST_PAUSE)
             self._compares_at = now + self._pause
             deadlock = find_deadlock(reports.read()) if reports.is_first() else None  # only one rank compares
@@ -360,14 +360,14 @@ class Watchdog:
 
     def _sign(self, reports: RankReports, changed: float) -> None:
         reports.sign(self.standing())
-        self._signature, self._pause, self._compares_at = changed, POLL / 2, 0.0
+        self._sign_time, self._pause, self._compares_at = changed, POLL / 2, 0.0
 
     def _speak(self, changed: float, age: float, deadlock: Deadlock | None = None) -> None:
         """Print the states of all ranks, unless another rank prints them, and end the job."""
         reports = self._reports
         if reports is None:
             self._end(age)
-        if self._signature != changed:
+        if self._sign_time != changed:
             self._sign(reports, changed)
         if not reports.claim():
             time.sleep(GRACE)  # the rank that prints is about to end the job
@@ -391,7 +391,7 @@ class Watchdog:
 
     def _last_resort(self) -> None:
         is_late = False
-        while not self._ended.wait(POLL):
+        while not self._stop.wait(POLL):
             age = time.perf_counter() - self._last_change
             if is_late and age > self.limit + GRACE:
                 self._end(age)

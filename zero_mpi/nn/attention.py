@@ -255,12 +255,12 @@ class CausalAttention(Layer):
         return first_in_window(q.shape[0], start, stop, self.window, device.home_of(q))
 
     def forward(self, p: Weights, x: Any) -> tuple[Any, Any]:
-        y, softmax = ops.causal_attention(x[0], x[1], x[2], self.scale, self._begins(p, x[0], 0))
-        return y, (*x, softmax)
+        y, stats = ops.causal_attention(x[0], x[1], x[2], self.scale, self._begins(p, x[0], 0))
+        return y, (*x, stats)
 
     def backward(self, p: Weights, saved: Any, dy: Any, g: Gradients) -> Any:
-        q, k, v, softmax = saved
-        return ops.causal_attention_backward(dy, q, k, v, softmax, self.scale)
+        q, k, v, stats = saved
+        return ops.causal_attention_backward(dy, q, k, v, stats, self.scale)
 
     def infer(self, p: Weights, x: Any, cache: Cache) -> Any:
         q, k, v = x

@@ -127,8 +127,8 @@ class Rounded(Rule):
         self._round(part)
 
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
-        master = replace(part, parameters=part.states[MASTER], low=None)
-        self.rule.update(master, lr, grad_scale, step)
+        sub_part = replace(part, parameters=part.states[MASTER], low=None)
+        self.rule.update(sub_part, lr, grad_scale, step)
         self._round(part)
 
     def _round(self, part: Part) -> None:

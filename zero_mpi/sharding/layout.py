@@ -146,12 +146,12 @@ def lay_out(stages: Sequence[Stage], config: LayoutConfig) -> Layout:
     units = [*units, *block_units(stages, params, stored)]
     home = {name: number for number, unit in enumerate(units) for name in unit.params}
     uses = [tuple(dict.fromkeys(home[p] for p in stage.layer.params() if p in home)) for stage in stages]
-    number = count(len(units))
+    counter = count(len(units))
     units += stack_units
     parts = dict[int, Parts]()
     for stage, stack, pieces in stacks:
         members, groups = zip(*pieces, strict=True)
-        numbers = tuple(tuple(next(number) for _ in group) for group in groups)
+        numbers = tuple(tuple(next(counter) for _ in group) for group in groups)
         parts[stage] = Parts(stack.names, members, numbers, stack.again)
     schedule = make_schedule(
         uses,

@@ -279,16 +279,16 @@ class ShardedModule:
 
     def _values_of(self, params: Mapping[str, Param]) -> dict[str, Array]:
         """Return full parameters on the host, a sum to which ranks add their elements. Collective."""
-        target = Unit("values", params, 1, False)
-        total = np.zeros(target.length)
+        sum_unit = Unit("values", params, 1, False)
+        total = np.zeros(sum_unit.length)
         for unit in dict.fromkeys(unit for name in params for unit in self._homes[name]):
             for segment in unit.unit.segments(unit.part):
                 if segment.name in params:
                     values = device.in_use().to_host(unit.parameters.master_shard[segment.where])
-                    start = target.offsets[segment.name] + segment.offset
+                    start = sum_unit.offsets[segment.name] + segment.offset
                     total[start : start + values.size] = values
         total = self.group.sum_vector(total).astype(self.precision.master)
-        return target.views(total)
+        return sum_unit.views(total)
 
     def zero_gradients(self) -> None:
         self.tallies.rounds.clear()

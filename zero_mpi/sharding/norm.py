@@ -64,14 +64,14 @@ class SquaresSum:
     """Sum of all values over ranks. A vector has an element per leaf, then the values of divided leaves."""
 
     def __init__(self, runs: Array, rank: int) -> None:
-        ends = np.unique(np.append(runs[:2], 0))
-        self._levels, (starts, lengths) = tree_of(ends[-1])
-        self._divided = np.searchsorted(ends, starts, "right") < np.searchsorted(ends, starts + lengths)
+        edges = np.unique(np.append(runs[:2], 0))
+        self._levels, (starts, lengths) = tree_of(edges[-1])
+        self._divided = np.searchsorted(edges, starts, "right") < np.searchsorted(edges, starts + lengths)
         sizes = lengths[self._divided]
-        self._values = np.stack([np.cumsum(sizes) - sizes, sizes])  # range of each divided leaf's values
-        values = np.repeat(starts[self._divided] - self._values[0], sizes) + np.arange(sizes.sum())
-        starts = np.append(starts, values)
-        lengths = np.append(lengths * ~self._divided, np.ones_like(values))
+        self._ranges = np.stack([np.cumsum(sizes) - sizes, sizes])  # range of each divided leaf's values
+        indices = np.repeat(starts[self._divided] - self._ranges[0], sizes) + np.arange(sizes.sum())
+        starts = np.append(starts, indices)
+        lengths = np.append(lengths * ~self._divided, np.ones_like(indices))
         self.size = starts.size
         local = np.append([[0], [0], [0]], runs[:3, runs[3] == rank], 1)
         local = local[:, np.argsort(local[0], kind="stable")]
@@ -91,7 +91,7 @@ class SquaresSum:
     def total(self, vector: Array) -> float:
         """Return the sum of all values, given the sum of the vectors that all ranks send."""
         end = self._divided.size
-        vector[:end][self._divided] = pairwise_sums(vector[end:], self._values)
+        vector[:end][self._divided] = pairwise_sums(vector[end:], self._ranges)
         sums = vector[:0]
         for inner in reversed(self._levels):
             values, leaves = np.empty(inner.size), inner.size - np.count_nonzero(inner)

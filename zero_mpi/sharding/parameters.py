@@ -39,7 +39,7 @@ class State(Enum):
 
 
 def union(views: list[Views]) -> Views:
-    return views[0] if len(views) == 1 else {name: view for unit in views for name, view in unit.items()}
+    return views[0] if len(views) == 1 else {name: view for each in views for name, view in each.items()}
 
 
 @dataclass(frozen=True)

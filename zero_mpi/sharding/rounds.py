@@ -71,7 +71,7 @@ class Accumulator:
 
     def begin(self) -> None:
         self.round = 0
-        self.losses = device.in_use().zeros(self.rounds.micro_batches, np.float64)  # the host need not wait
+        self.losses = device.in_use().zeros(self.rounds.micro_batches, np.float64)  # not read now: no wait
 
     def accumulate(self, x: Any, criterion: Criterion | HeadLoss | None = None) -> Scalar | None:
         """Run one round: forward, loss and backward of this rank's micro-batch. Return its loss. Collective.

@@ -243,8 +243,8 @@ def plan_moves(
         start = tuple(dict.fromkeys(unit for unit in units if unit not in started and gathers[unit]))
         started.update(start)
         need = tuple(dict.fromkeys(step.reads))
-        reads = steps[place + 1].reads if place + 1 < len(steps) else ()
-        unused = [unit for unit in need if last[unit] == place or (unit in passing and unit not in reads)]
+        later = steps[place + 1].reads if place + 1 < len(steps) else ()
+        unused = [unit for unit in need if last[unit] == place or (unit in passing and unit not in later)]
         drop = tuple(unit for unit in unused if unit not in keep and gathers[unit])
         started.difference_update(drop)
         moves.append(Moves(step.compute, start, need, drop))

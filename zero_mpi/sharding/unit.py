@@ -265,17 +265,17 @@ def part_units(
     parts would begin inside a chunk of the norm are not split.
     """
     count = next(iter(stacked.values())).shape[0]
-    row = {name: replace(param, shape=(1, *param.shape[1:])) for name, param in stacked.items()}
-    sizes = (stored[name].bytes_of(p.size) if name in stored else p.size * BYTES for name, p in row.items())
+    rows = {name: replace(param, shape=(1, *param.shape[1:])) for name, param in stacked.items()}
+    sizes = (stored[name].bytes_of(p.size) if name in stored else p.size * BYTES for name, p in rows.items())
     step = max(1, limit // sum(sizes))
-    names = [name for name in row if name in stored or row[name].size * step % QUANTUM == 0]
+    names = [name for name in rows if name in stored or rows[name].size * step % QUANTUM == 0]
     if step >= count or not names:
         return []
 
     def cut(first: int, last: int, kind: str) -> Unit:
         members = [name for name in names if kind == (STORED if name in stored else kind_of(name))]
-        params = {name: replace(row[name], shape=(last - first, *row[name].shape[1:])) for name in members}
-        firsts = {name: first * row[name].size for name in members}
+        params = {name: replace(rows[name], shape=(last - first, *rows[name].shape[1:])) for name in members}
+        firsts = {name: first * rows[name].size for name in members}
         end, trainable, full = KINDS[kind]
         unit = Unit(f"{scope} [{first}:{last}]{end}", params, QUANTUM, trainable, full, firsts=firsts)
         blocks = {name: stored[name] for name in members if name in stored}

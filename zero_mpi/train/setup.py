@@ -161,7 +161,7 @@ def with_streams(corpus: Corpus, streams: Iterator[Any]) -> Corpus:
 
 
 def array_form(ids: Any) -> TokenSpans | tuple[str, int] | None:
-    """Return an array's TokenSpans if it stays in files, else its dtype and size for a broadcast."""
+    """Return what is sent first: None, TokenSpans that stay in files, or dtype and size for a broadcast."""
     stays = ids is None or (isinstance(ids, TokenSpans) and ids.stays_in_files)
     return ids if stays else (ids.dtype.str, ids.size)
 
@@ -290,11 +290,11 @@ def fill_parameters(world: World, optimizer: ShardedOptimizer, spec: RunSpec) ->
     start, init, module = spec.checkpoint, spec.init, optimizer.module
     adapters = set(filter(is_adapter, module.params))
     if init is not None and (start is None or spec.model.lora is not None):
-        floats = module.params.keys() - adapters - spec.model.stored.keys()
+        names = module.params.keys() - adapters - spec.model.stored.keys()
         read = finite(init.read, init.path)
         kinds = {} if spec.model.lora is None else dict(spec.model.lora.rounding)
         types = {name: kind for name, kind in kinds.items() if name + FIRST not in module.params}
-        world.run_on_all(lambda: module.load_slices(rounded(read, types), floats))
+        world.run_on_all(lambda: module.load_slices(rounded(read, types), names))
     file = None if init is None else gguf_of(init)
     if file is not None and spec.model.stored:
         world.run_on_all(lambda: module.load_stored(finite_blocks(file)))

@@ -49,11 +49,11 @@ class Steps:
         start = time.perf_counter()
         self.rounds(number)
         loss, stop = self.totals()
-        tallies, lr = self.tally_figures(), self.rate(number)
+        figures, lr = self.tally_figures(), self.rate(number)
         result = self.session.optimizer.step(lr=lr, max_norm=self.session.config.grad_clip or None)
         self.progress = self.after_a_step()
         record = {"step": number + 1, "loss": loss, "grad_norm": result.grad_norm, "lr": lr}
-        record |= {"tokens": self.progress.tokens, **self.losses.figures(self.sums), **tallies}
+        record |= {"tokens": self.progress.tokens, **self.losses.figures(self.sums), **figures}
         step = StepMade(number + 1, loss, result, time.perf_counter() - start, record)
         for observer in self.observers:
             observer.ends(step)

@@ -44,7 +44,7 @@ from zero_mpi.telemetry.progress_bar import watched
 from zero_mpi.train.setup import choose_transport, layout_config
 
 ROWS = 64  # rows of logits that are compared at a time
-MicroBatch = tuple[Any, PartLosses, int]  # inputs; targets in parts; index of the micro-batch's first part
+Inputs = tuple[Any, PartLosses, int]  # inputs; targets in parts; index of the micro-batch's first part
 FIGURES = 3  # number of sums per window: divergence, squared changes of probability, equal top tokens
 
 
@@ -59,7 +59,7 @@ class WindowSet:
         self._windows, self._loader = windows, EvalLoader(windows, micro_batch, most)
         self.count, self.micro_batches = len(self._loader.indices), self._loader.micro_batches
 
-    def micro(self, i: int) -> MicroBatch:
+    def micro(self, i: int) -> Inputs:
         """Return micro-batch i, with one part per window."""
         first = i * self._loader.micro_batch
         batch = self._loader.micro(i)
@@ -87,7 +87,7 @@ class AnswerSet:
         self.count = len(choices.sequences)
         self.micro_batches = -(-self.count // micro_batch)
 
-    def micro(self, i: int) -> MicroBatch:
+    def micro(self, i: int) -> Inputs:
         """Return micro-batch i, with one part per answer."""
         span = slice(i * self._micro_batch, (i + 1) * self._micro_batch)
         rows, starts = self._choices.sequences[span], self._choices.starts[span]
@@ -176,7 +176,7 @@ def losses_of(
     hidden = module.comm.rank > 0 or not watched()
     with tqdm(total=sequences.micro_batches, desc=name, leave=False, disable=hidden) as bar:
 
-        def read(number: int) -> MicroBatch:
+        def read(number: int) -> Inputs:
             watchdog.beat(f"micro-batch {number} of {sequences.micro_batches} of {name}")
             bar.update(min(module.comm.size, sequences.micro_batches - number))
             return sequences.micro(number)

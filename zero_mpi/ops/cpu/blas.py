@@ -43,7 +43,7 @@ def address_in_openblas() -> int | None:
 
 
 def address_in_scipy() -> int:
-    """Return the address of SciPy's sgemm; limit its threads, as limits set before it was loaded do not apply."""
+    """Return the address of SciPy's sgemm; limit its threads, as earlier limits miss it."""
     threads = [pool["num_threads"] for pool in ThreadpoolController().select(user_api="blas").info()]
     address: int = get_cython_function_address("scipy.linalg.cython_blas", "sgemm")
     ThreadpoolController().limit(limits=max(threads, default=1), user_api="blas")
