@@ -153,7 +153,7 @@ MORE = ("abc", "bc", "a", "É!", "<MASK>", "٣", "_")
 
 
 def with_flags(content, normalizer, draw):
-    """Return a tokenizer.json with overlapping added tokens of all flags and a normalizer."""
+    """Return a tokenizer.json with a normalizer and overlapping added tokens, whose flags are drawn."""
     content, names = copy.deepcopy(content), (*bpe_files.CONTROL, "<tool>", "l><tool", *MORE)
     vocabulary = content["model"]["vocab"]
     for name in (*bpe_files.CONTROL, *bpe_files.USERS):

@@ -138,7 +138,7 @@ class Readable(ABC):
 
     @abstractmethod
     def fill(self, spec: Any, start: int, out: Floats) -> None:
-        """Fill out (n,) with the n elements of a tensor from element `start` on."""
+        """Fill `out` (n,) with the n elements of a tensor from element `start` on."""
 
     def read(self, name: str, start: int = 0, stop: int | None = None, out: Floats | None = None) -> Floats:
         """Return elements [start, stop) of the flattened tensor, float32 (stop - start,), in `out` if given.

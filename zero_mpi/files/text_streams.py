@@ -22,7 +22,7 @@ from zero_mpi.files.parse import parse_json
 
 BLOCK = 1 << 20
 UNREADABLE = OSError, EOFError, zlib.error, ValueError
-MOST = 16 << 20  # limit in bytes of a line
+MOST = 16 << 20  # maximum bytes of a line
 MOST_UNPACKED = 1 << 30  # limit in bytes of an unpacked text that is held in memory as one document
 MOST_RATIO, FREE_BYTES = 50, 8 << 20  # limit in unpacked bytes: MOST_RATIO times the file, or FREE_BYTES
 

@@ -28,7 +28,7 @@ def log_note(note: str) -> None:
 
 
 def info_text(title: str, text: str) -> None:
-    """Log a text of many lines, such as a sample, below its title."""
+    """Log a multi-line text, such as a sample, below its title."""
     info("%s\n%s", one_line(title), text, extra={"is_text": True})
 
 

@@ -185,7 +185,7 @@ class ndarray:
         computed(lambda host: host.fill(value), self)
 
     def copy(self, order: str = "C") -> ndarray:
-        return computed(np.copy, self)
+        return computed(np.copy, self, order=order)
 
     def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ndarray:
         return self if not copy and self.dtype == dtype else computed(lambda host: host.astype(dtype), self)
