@@ -217,7 +217,7 @@ def frequencies(config, D, T):
 
 
 def yarn(freqs, config, D):
-    """Divide frequencies of less than 1 turn in the original context, keep those of over 32, blend the rest."""
+    """Divide frequencies of less than 1 turn in the original context; keep those over 32; blend the rest."""
     scaling, base = config["rope_scaling"], config["rope_theta"]
     old = scaling["original_max_position_embeddings"]
     low, high = (D * np.log(old / (turns * 2 * np.pi)) / (2 * np.log(base)) for turns in (32, 1))

@@ -24,7 +24,7 @@ from zero_mpi.nn.linear import is_adapter
 from zero_mpi.ops.block_kinds import finite_blocks
 from zero_mpi.ops.packed_matrix import PackedMatrix, packs
 
-# Below this temperature, the most likely token is always drawn, as distinct float32 logits differ by at least 1e-45.
+# Below this, the most likely token is always drawn, as distinct float32 logits differ by at least 1e-45.
 COLDEST = 1e-48
 
 

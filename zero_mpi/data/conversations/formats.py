@@ -310,7 +310,7 @@ def _by_prompt(row: Message) -> tuple[list[Message], list[Message]]:
 
 
 def _by_instruction(row: Message) -> tuple[list[Message], list[Message]]:
-    """Return the prompt and the answer of Alpaca's form; an input follows the instruction after a blank line."""
+    """Return prompt and answer of a row of Alpaca; its input follows the instruction after a blank line."""
     question = _text_message(USER, row, "instruction")
     if row.get("input"):
         question["content"] += "\n\n" + _text_message(USER, row, "input")["content"]
