@@ -237,7 +237,7 @@ class Trial:
         self.until(lambda: self.done >= number, f"step {number}")
 
     def ranks(self) -> dict[int, int]:
-        """Return rank -> process of the living ranks on all hosts of this machine."""
+        """Return rank -> process of the living ranks on all simulated hosts."""
         pids = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():

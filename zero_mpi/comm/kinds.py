@@ -78,7 +78,7 @@ class Reductions:
 
 
 def of_messages(reductions: Reductions) -> int:
-    """Return the bytes that a host rank needs for received data before it is added.
+    """Return the bytes that a rank on a CPU needs for received data until it is added.
 
     An exact reduction in progress has up to two chunks of every contributor; rounds with fewer contributors
     have separate chunks. Only the memory pages that slices fill are counted. The library writes its sums in

@@ -189,7 +189,7 @@ def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
         raise ValueError(shown(str(error), 200)) from None
     if len(kinds) != 1 or not kinds <= {*ARROW_KINDS}:
         types = ", ".join(sorted(kinds)) or "no rows"
-        raise ValueError(f"expected ids of one type, {', '.join(ARROW_KINDS)}, found {types}")
+        raise ValueError(f"expected ids of one type of {', '.join(ARROW_KINDS)}; found {types}")
     return TokenLayout(runs, np.dtype(kinds.pop()).newbyteorder("<"), np.concatenate(ends))
 
 

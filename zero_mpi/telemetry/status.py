@@ -27,7 +27,7 @@ RUNNING, DONE, STOPPED, FAILED = "running", "done", "stopped", "failed"
 MOST_BYTES = 1 << 20  # maximum size of the file in bytes
 RENEWAL_SECONDS = 5.0  # seconds between renewals
 DISK_BLOCK = 4096  # bytes; minimum space that a file takes on a disk
-RENEWAL_WAIT = 2.0  # maximum seconds that the last write waits for a renewal, because the disk may hang
+RENEWAL_WAIT = 2.0  # maximum seconds that the last write waits for a renewal in progress: the disk may hang
 
 
 class Status:

@@ -141,7 +141,7 @@ def check_resume(point: ResumePoint, description: Description) -> None:
 
 
 def original_tokenizer(tokenizer: Tokenizer | None, digest: str | None) -> Tokenizer | None:
-    """Return the tokenizer with which the run began: zero_mpi 0.1.0 ignored some Hugging Face rules."""
+    """Return the tokenizer with which the run began; zero_mpi 0.1.0 ignored some Hugging Face rules."""
     if tokenizer is None or digest is None or RULES not in (keys := tokenizer.metadata()):
         return tokenizer
     plain = tokenizer_from_metadata({key: value for key, value in keys.items() if key != RULES})

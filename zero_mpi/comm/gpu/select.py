@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from zero_mpi.comm.gpu.comm import DeviceComm
 
 POLL_SECONDS = 5e-4  # seconds between polls; a poll takes the GIL from the thread that launches kernels
-TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: large enough for libraries' protocol for large messages
+TRIAL_ELEMENTS = 1 << 20  # elements, 4 MiB: libraries use their protocol for large messages
 FORCED = "ZERO_MPI_GPU_AWARE"  # 1: the library supports device memory, whatever it reports; 0: it does not
 KINDS = "mpi_memory_alloc_kinds"  # key of a communicator's info object since MPI 4.1
 SITE = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "MVP_USE_CUDA")  # variables of HPE Cray and MVAPICH

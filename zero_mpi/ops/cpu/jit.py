@@ -261,8 +261,8 @@ def floats(place: int, size: int) -> Any:
 def exponential(x: Any) -> Any:
     """Return e^x in float32, to about 2 ulp: a power of two by its bits, times a polynomial (Cephes' expf).
 
-    The compiler vectorizes it, unlike a call of the C library. The result is infinite above 88.3 and zero
-    below -87.7, because denormal numbers are slow. NaN stays NaN.
+    The compiler vectorizes it, unlike a call of the C library. Above 88.3 the power of two overflows, so the
+    result is infinite; below -87.7 it is zero, because denormal numbers are slow. NaN stays NaN.
     """
     x = f4(-88.0) if x < f4(-88.0) else x
     x = f4(88.8) if x > f4(88.8) else x
