@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9306, "package": 49535, "tests": 41478}
+TOTAL = {"engine": 9306, "package": 49535, "tests": 41476}
 ROOMS = {
     "checkpoint": 4247,
     "cli": 251,
