@@ -8,23 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from zero_mpi import nn
 from zero_mpi.errors import UsageError
 from zero_mpi.models.model_config import ModelConfig, ModelKeys, Read
-from zero_mpi.nn import (
-    GELU,
-    CausalAttention,
-    Chain,
-    Embedding,
-    FusedQKV,
-    Heads,
-    Layer,
-    LayerNorm,
-    LearnedPositions,
-    Linear,
-    MergeHeads,
-    Residual,
-    Stage,
-)
 
 
 @dataclass(frozen=True)
@@ -61,29 +47,29 @@ class GPT2(ModelConfig):
     def values_by_key(self) -> dict[str, Any]:
         return super().values_by_key() | {"attention.layer_norm_epsilon": np.float32(self.norm_epsilon)}
 
-    def block(self, prefix: str) -> Layer:
+    def block(self, prefix: str) -> nn.Layer:
         width, hidden, eps = self.embedding_length, self.feed_forward_length, self.norm_epsilon
         head, std = width // self.head_count, self.residual_std
-        attention = Chain(
-            LayerNorm(f"{prefix}.attn_norm", width, eps),
-            FusedQKV(prefix, width, Heads(self.head_count, self.head_count, head, head), bias=True),
-            CausalAttention(head**-0.5),
-            MergeHeads(),
-            Linear(f"{prefix}.attn_output", width, width, bias=True, std=std),
+        attention = nn.Chain(
+            nn.LayerNorm(f"{prefix}.attn_norm", width, eps),
+            nn.FusedQKV(prefix, width, nn.Heads(self.head_count, self.head_count, head, head), bias=True),
+            nn.CausalAttention(head**-0.5),
+            nn.MergeHeads(),
+            nn.Linear(f"{prefix}.attn_output", width, width, bias=True, std=std),
         )
-        mlp = Chain(
-            LayerNorm(f"{prefix}.ffn_norm", width, eps),
-            Linear(f"{prefix}.ffn_up", width, hidden, bias=True),
-            GELU(),
-            Linear(f"{prefix}.ffn_down", hidden, width, bias=True, std=std),
+        mlp = nn.Chain(
+            nn.LayerNorm(f"{prefix}.ffn_norm", width, eps),
+            nn.Linear(f"{prefix}.ffn_up", width, hidden, bias=True),
+            nn.GELU(),
+            nn.Linear(f"{prefix}.ffn_down", hidden, width, bias=True, std=std),
         )
-        return Chain(Residual(attention), Residual(mlp))
+        return nn.Chain(nn.Residual(attention), nn.Residual(mlp))
 
-    def layers(self) -> list[Stage]:
+    def layers(self) -> list[nn.Stage]:
         width = self.embedding_length
         return [
-            Stage("token_embd", Embedding("token_embd", self.vocab_size, width)),
-            Stage("position_embd", LearnedPositions("position_embd", self.context_length, width)),
-            *(Stage(f"blk.{i}", self.block(f"blk.{i}")) for i in range(self.block_count)),
-            *self.head(LayerNorm("output_norm", width, self.norm_epsilon)),
+            nn.Stage("token_embd", nn.Embedding("token_embd", self.vocab_size, width)),
+            nn.Stage("position_embd", nn.LearnedPositions("position_embd", self.context_length, width)),
+            *(nn.Stage(f"blk.{i}", self.block(f"blk.{i}")) for i in range(self.block_count)),
+            *self.head(nn.LayerNorm("output_norm", width, self.norm_epsilon)),
         ]

@@ -264,7 +264,6 @@ def check_sizes(flags: Any) -> dict[str, Any]:
 
 
 def spelled(name: str) -> str:
-    """Return the command-line flag of a size."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -20,24 +20,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from zero_mpi import nn
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import MOST_SIZE
 from zero_mpi.models.llama import Llama
 from zero_mpi.models.model_config import ModelKeys, Read
 from zero_mpi.models.rotary import ORIGINAL, UNSUPPORTED_KEYS, RotaryModel, read_factors
-from zero_mpi.nn import (
-    Chain,
-    GeGLU,
-    JointQKV,
-    JointSwiGLU,
-    Layer,
-    Multiply,
-    ProjectQKV,
-    Residual,
-    RoPE,
-    SwiGLU,
-)
 
 SHARED = "expert_shared_feed_forward_length"
 MULTIPLIERS = {  # field -> (GGUF key, value if the key is 0, because llama.cpp ignores a 0)
@@ -83,15 +72,15 @@ class Granite(Llama):
     def score_scale(self) -> float:
         return self.attention_scale or super().score_scale
 
-    def embedding(self) -> Layer:
-        return Chain(super().embedding(), Multiply(self.embedding_scale))
+    def embedding(self) -> nn.Layer:
+        return nn.Chain(super().embedding(), nn.Multiply(self.embedding_scale))
 
-    def block(self, prefix: str) -> Layer:
+    def block(self, prefix: str) -> nn.Layer:
         branches = self.attention(prefix), self.feed_forward(prefix)
-        return Chain(*(Residual(Chain(branch, Multiply(self.residual_scale))) for branch in branches))
+        return nn.Chain(*(nn.Residual(nn.Chain(b, nn.Multiply(self.residual_scale))) for b in branches))
 
-    def final_norm(self) -> Layer:
-        return Chain(super().final_norm(), Multiply(1 / self.logit_scale))
+    def final_norm(self) -> nn.Layer:
+        return nn.Chain(super().final_norm(), nn.Multiply(1 / self.logit_scale))
 
 
 @dataclass(frozen=True)
@@ -112,11 +101,11 @@ class GraniteMoE(Granite):
         width = np.uint32(self.expert_shared_feed_forward_length)
         return super().values_by_key() | ({SHARED: width} if width else {})
 
-    def experts(self, prefix: str, shared: Layer | None = None) -> Layer:
+    def experts(self, prefix: str, shared: nn.Layer | None = None) -> nn.Layer:
         width, hidden = self.embedding_length, self.expert_shared_feed_forward_length
         if hidden:
             down = self.linear(prefix, "ffn_down_shexp", hidden, width)
-            shared = Chain(SwiGLU(prefix, width, hidden, suffix="_shexp"), down)
+            shared = nn.Chain(nn.SwiGLU(prefix, width, hidden, suffix="_shexp"), down)
         return super().experts(prefix, shared)
 
 
@@ -129,8 +118,8 @@ class Phi3(RotaryModel):
     """Configuration of a phi3 model."""
 
     arch: ClassVar[str] = "phi3"
-    projection: ClassVar[type[ProjectQKV]] = JointQKV
-    activation: ClassVar[type[SwiGLU]] = JointSwiGLU
+    projection: ClassVar[type[nn.ProjectQKV]] = nn.JointQKV
+    activation: ClassVar[type[nn.SwiGLU]] = nn.JointSwiGLU
     any_head_width: ClassVar[bool] = False
     possible_biases: ClassVar[frozenset[str]] = frozenset()
     refusals: ClassVar[tuple[str, ...]] = tuple(key for key in UNSUPPORTED_KEYS if key != MAGNITUDE)
@@ -192,7 +181,7 @@ class Gemma3(RotaryModel):
     arch: ClassVar[str] = "gemma3"
     head_norms: ClassVar[bool] = True
     norms_after: ClassVar[bool] = True
-    activation: ClassVar[type[SwiGLU]] = GeGLU
+    activation: ClassVar[type[nn.SwiGLU]] = nn.GeGLU
     refusals: ClassVar[tuple[str, ...]] = (*UNSUPPORTED_KEYS, *SOFTCAPS)
     rms_epsilon: float = float(np.float32(1e-6))
     rope_freq_base: float = 1e6
@@ -217,10 +206,10 @@ class Gemma3(RotaryModel):
     def window(self, block: int) -> int | None:
         return self.sliding_window if self.sliding_window and (block + 1) % PERIOD else None
 
-    def turn(self, block: int) -> list[Layer]:
+    def turn(self, block: int) -> list[nn.Layer]:
         if self.window(block) is None:
             return super().turn(block)
-        return [RoPE(LOCAL_BASE, interleaved=self.interleaved, width=self.rotary_width)]
+        return [nn.RoPE(LOCAL_BASE, interleaved=self.interleaved, width=self.rotary_width)]
 
-    def embedding(self) -> Layer:
-        return Chain(super().embedding(), Multiply(float(np.float32(self.embedding_length) ** 0.5)))
+    def embedding(self) -> nn.Layer:
+        return nn.Chain(super().embedding(), nn.Multiply(float(np.float32(self.embedding_length) ** 0.5)))

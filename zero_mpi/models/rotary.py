@@ -13,28 +13,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from zero_mpi import nn
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.files.gguf_keys import MOST_SIZE
 from zero_mpi.models.model_config import ModelConfig, ModelKeys, Read
-from zero_mpi.nn import (
-    CausalAttention,
-    Chain,
-    Embedding,
-    Experts,
-    Heads,
-    JointQKNorm,
-    Layer,
-    Linear,
-    MergeHeads,
-    ProjectQKV,
-    QKNorm,
-    Residual,
-    RMSNorm,
-    RoPE,
-    Stage,
-    SwiGLU,
-)
 from zero_mpi.ops.elementary import log
 
 ROPE_FREQS = "rope_freqs.weight"
@@ -155,8 +138,8 @@ class RotaryModel(ModelConfig):
     norms_after: ClassVar[bool] = False  # outputs of attention and feed-forward are normalized (post-norm)
     rope_free_period: ClassVar[int] = 0  # one block in this many has no rotary positions; 0: all have them
     may_tie: ClassVar[bool] = True  # llama.cpp accepts a tied head
-    projection: ClassVar[type[ProjectQKV]] = ProjectQKV  # layer that computes q, k and v
-    activation: ClassVar[type[SwiGLU]] = SwiGLU  # gated activation of the feed-forward
+    projection: ClassVar[type[nn.ProjectQKV]] = nn.ProjectQKV  # layer that computes q, k and v
+    activation: ClassVar[type[nn.SwiGLU]] = nn.SwiGLU  # gated activation of the feed-forward
     refusals: ClassVar[tuple[str, ...]] = UNSUPPORTED_KEYS  # unsupported keys that change results
     any_head_width: ClassVar[bool] = True  # llama.cpp accepts heads whose total width is not the model's
     possible_biases: ClassVar[frozenset[str]] = QKV_BIASES  # projections for which llama.cpp accepts a bias
@@ -236,7 +219,7 @@ class RotaryModel(ModelConfig):
         return {"feed_forward_length": width, "expert_count": count, "expert_used_count": used}
 
     @classmethod
-    def read_heads(cls, keys: ModelKeys, width: int) -> Heads:
+    def read_heads(cls, keys: ModelKeys, width: int) -> nn.Heads:
         """Return the attention heads from a file's keys; raise UsageError if the keys do not fit together."""
         query = keys.size("attention.head_count")
         kv = keys.size("attention.head_count_kv", query)
@@ -257,7 +240,7 @@ class RotaryModel(ModelConfig):
                 f"the GGUF keys give {query} heads of width {key_width} (values: {value_width}); "
                 f"expected a total width of {cls.arch}.embedding_length = {width}, as llama.cpp does"
             )
-        return Heads(query, kv, key_width, value_width)
+        return nn.Heads(query, kv, key_width, value_width)
 
     def values_by_key(self) -> dict[str, Any]:
         keys = {
@@ -280,24 +263,22 @@ class RotaryModel(ModelConfig):
         return {ROPE_FREQS: np.array(self.rope_factors, np.float32)} if self.rope_factors else {}
 
     @property
-    def heads(self) -> Heads:
-        return Heads(self.head_count, self.head_count_kv, self.key_length, self.value_length)
+    def heads(self) -> nn.Heads:
+        return nn.Heads(self.head_count, self.head_count_kv, self.key_length, self.value_length)
 
-    def linear(self, prefix: str, name: str, inputs: int, outputs: int) -> Linear:
+    def linear(self, prefix: str, name: str, inputs: int, outputs: int) -> nn.Linear:
         """Return a projection into the residual stream."""
-        return Linear(f"{prefix}.{name}", inputs, outputs, bias=name in self.biases, std=self.residual_std)
+        return nn.Linear(f"{prefix}.{name}", inputs, outputs, bias=name in self.biases, std=self.residual_std)
 
-    def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(name, self.embedding_length, self.rms_epsilon)
+    def norm(self, name: str) -> nn.RMSNorm:
+        return nn.RMSNorm(name, self.embedding_length, self.rms_epsilon)
 
-    def branch(self, before: str, after: str, *layers: Layer) -> Layer:
-        """Return attention or feed-forward with the architecture's norms before and after it."""
+    def branch(self, before: str, after: str, *layers: nn.Layer) -> nn.Layer:
         first = [self.norm(before)] if self.norms_before else []
         last = [self.norm(after)] if self.norms_after else []
-        return Chain(*first, *layers, *last)
+        return nn.Chain(*first, *layers, *last)
 
-    def attention(self, prefix: str) -> Layer:
-        """Return attention with its projections and norms."""
+    def attention(self, prefix: str) -> nn.Layer:
         width, heads = self.embedding_length, self.heads
         return self.branch(
             f"{prefix}.attn_norm",
@@ -305,22 +286,22 @@ class RotaryModel(ModelConfig):
             self.projection(prefix, width, heads, bias="attn_q" in self.biases),
             *self.norms_of_heads(prefix),
             *self.turn(block_number(prefix)),
-            CausalAttention(self.score_scale, self.window(block_number(prefix))),
-            MergeHeads(),
+            nn.CausalAttention(self.score_scale, self.window(block_number(prefix))),
+            nn.MergeHeads(),
             self.linear(prefix, "attn_output", heads.query * heads.value_width, width),
         )
 
-    def norms_of_heads(self, prefix: str) -> list[Layer]:
+    def norms_of_heads(self, prefix: str) -> list[nn.Layer]:
         if self.joint_norms:
-            return [JointQKNorm(prefix, self.heads, self.rms_epsilon)]
-        return [QKNorm(prefix, self.key_length, self.rms_epsilon)] if self.head_norms else []
+            return [nn.JointQKNorm(prefix, self.heads, self.rms_epsilon)]
+        return [nn.QKNorm(prefix, self.key_length, self.rms_epsilon)] if self.head_norms else []
 
-    def turn(self, block: int) -> list[Layer]:
+    def turn(self, block: int) -> list[nn.Layer]:
         """Return a list with the RoPE layer of a block; empty if it has none."""
         if self.rope_free_period and (block + 1) % self.rope_free_period == 0:
             return []
         return [
-            RoPE(
+            nn.RoPE(
                 self.rope_freq_base,
                 interleaved=self.interleaved,
                 factors=self.divisors,
@@ -355,8 +336,7 @@ class RotaryModel(ModelConfig):
     def score_scale(self) -> float:
         return float(self.key_length**-0.5)
 
-    def feed_forward(self, prefix: str) -> Layer:
-        """Return the gated feed-forward, or the mixture of experts, with its norms."""
+    def feed_forward(self, prefix: str) -> nn.Layer:
         width, hidden = self.embedding_length, self.feed_forward_length
         dense = (
             self.activation(prefix, width, hidden, bias="ffn_gate" in self.biases),
@@ -365,23 +345,23 @@ class RotaryModel(ModelConfig):
         layers = [self.experts(prefix)] if self.expert_count else dense
         return self.branch(f"{prefix}.ffn_norm", f"{prefix}.post_ffw_norm", *layers)
 
-    def experts(self, prefix: str, shared: Layer | None = None) -> Layer:
+    def experts(self, prefix: str, shared: nn.Layer | None = None) -> nn.Layer:
         """Return the mixture of experts of a block; `shared`: a layer that gets every token."""
         sizes = self.embedding_length, self.feed_forward_length, self.expert_count, self.expert_used_count
-        return Experts(prefix, *sizes, normalized=self.normalized, std=self.residual_std, shared=shared)
+        return nn.Experts(prefix, *sizes, normalized=self.normalized, std=self.residual_std, shared=shared)
 
-    def block(self, prefix: str) -> Layer:
-        return Chain(Residual(self.attention(prefix)), Residual(self.feed_forward(prefix)))
+    def block(self, prefix: str) -> nn.Layer:
+        return nn.Chain(nn.Residual(self.attention(prefix)), nn.Residual(self.feed_forward(prefix)))
 
-    def embedding(self) -> Layer:
-        return Embedding("token_embd", self.vocab_size, self.embedding_length)
+    def embedding(self) -> nn.Layer:
+        return nn.Embedding("token_embd", self.vocab_size, self.embedding_length)
 
-    def final_norm(self) -> Layer:
+    def final_norm(self) -> nn.Layer:
         return self.norm("output_norm")
 
-    def layers(self) -> list[Stage]:
-        blocks = [Stage(f"blk.{i}", self.block(f"blk.{i}")) for i in range(self.block_count)]
-        return [Stage("token_embd", self.embedding()), *blocks, *self.head(self.final_norm())]
+    def layers(self) -> list[nn.Stage]:
+        blocks = [nn.Stage(f"blk.{i}", self.block(f"blk.{i}")) for i in range(self.block_count)]
+        return [nn.Stage("token_embd", self.embedding()), *blocks, *self.head(self.final_norm())]
 
 
 def block_number(prefix: str) -> int:
