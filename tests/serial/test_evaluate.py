@@ -249,6 +249,7 @@ BAD = {
     "KL without a text": (["new.gguf", "--choices", "t", "--against", "n", "--kl"], "--data"),
     "inputs without a text": (["new.gguf", "--choices", "t", "--imatrix", "i"], "--imatrix i: "),
     "large": (["large.gguf", "--data", "text"], "large.gguf: the loss of sequence 0 is nan, expected a num"),
+    "top-k": (["damaged.gguf", *TEXT_OF[1:], "--top-k-out", "t", "--top-k", "261"], "260"),
 }
 
 
@@ -257,8 +258,7 @@ def faulty(folder: Path) -> Path:
     question = {"question": "q", "answers": ["a", "b"], "right": 0}
     (folder / "long.jsonl").write_text(json.dumps(question | {"answers": ["a" * 40, "b"]}))
     for name, tensor, value in [("damaged", "ffn_up", np.nan), ("large", "attn_v", 3e38)]:
-        file = GGUFFile.open(folder / "new.gguf")
-        raw = bytearray((folder / "new.gguf").read_bytes())
+        file, raw = GGUFFile.open(folder / "new.gguf"), (folder / "new.gguf").read_bytes()
         values = file.tensor(f"blk.0.{tensor}.weight")
         raw = raw.replace(values.tobytes(), np.full_like(values, value).tobytes())
         (folder / f"{name}.gguf").write_bytes(raw)

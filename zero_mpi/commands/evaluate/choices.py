@@ -65,7 +65,6 @@ def labelled_question(context: str, v: Any) -> Question:
 
 
 def lettered_question(question: str, answers: Sequence[str], right: int, front: str = "") -> Question:
-    """Return a question that lists its answers and asks for the letter of the right answer."""
     lines = ["\n" + letter + ". " + text for letter, text in zip(LETTERS, answers, strict=False)]
     return Question(["".join([question, *lines, "\nAnswer:"])], LETTERS[: len(answers)], right, front=front)
 

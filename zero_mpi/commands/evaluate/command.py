@@ -194,14 +194,11 @@ def evaluate_all(world: World, task: Task, watchdog: Watchdog) -> Figures:
 def write_teacher(
     world: World, task: Task, opened: OpenInputs, dataset: EvaluationData, watchdog: Watchdog
 ) -> None:
-    """Write the file of --top-k-out, if it is set. Raise UsageError if --top-k is too large. Collective."""
+    """Write the file of --top-k-out, if it is set. Collective."""
     if task.top_k_out is None or dataset.windows is None:
         return
     first, text = opened.candidates[0], dataset.text
-    vocab = first.model.vocab_size
-    if task.top_k > vocab:
-        raise UsageError(f"--top-k {task.top_k}: the model has only {vocab} tokens")
-    facts = text["tokens_of_the_text"], vocab, text["sha256"], fingerprint(opened.tokenizer)
+    facts = text["tokens_of_the_text"], first.model.vocab_size, text["sha256"], fingerprint(opened.tokenizer)
     teacher = TeacherFile(task.top_k, float(task.temperature), *facts)
     with measuring.opened_module(world, opened.config, first, watchdog) as module:
         measuring.write_top_k(world, module, dataset.windows, task.top_k_out, teacher)

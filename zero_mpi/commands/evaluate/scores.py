@@ -45,7 +45,7 @@ def text_figures(nats: Array, tokens: Array, nbytes: int | None) -> Figures:
 
 
 def perplexity(loss: float) -> float | None:
-    """Return exp(loss), or None if it is not finite."""
+    """Return exp(loss), or None if float64 cannot hold it."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -75,12 +75,12 @@ def choice_figures(losses: Array, choices: EncodedChoices, misses: Array | None 
     log_likelihoods    log-likelihood in nats of each answer of each question
     """
     likelihoods = groups_of((-losses).tolist(), choices.counts)
-    if choices.span == TEXT:
+    if choices.span == TEXT:  # rolling texts
         texts, nats = [text for text in choices.answers if text], ordered_total(losses)
         words, nbytes = sum(len(re.split(r"\s+", text)) for text in texts), sum(choices.nbytes)
         scores = {"word_perplexity": perplexity(nats / words), "byte_perplexity": perplexity(nats / nbytes)}
         return {**scores, "bits_per_byte": nats / nbytes / math.log(2), "log_likelihoods": likelihoods}
-    if misses is not None:
+    if misses is not None:  # numbers of wrong tokens: an answer is right without any
         scores = {"acc": float((misses == 0).mean()), "perplexity": perplexity(float(losses.mean()))}
         return {**scores, "log_likelihoods": likelihoods}
     answers = [answer.removeprefix(" ") for answer in choices.answers]

@@ -204,6 +204,8 @@ def open_models(task: Task, number: int) -> tuple[OpenInputs, Facts]:
     tokenizer = choose_tokenizer(task, candidates[0])
     for base in candidates[1:]:
         check_same_vocabulary(candidates[0], base)
+    if task.top_k_out is not None and task.top_k > (size := candidates[0].model.vocab_size):
+        raise UsageError(f"--top-k {task.top_k}: the model has only {size} tokens")
     context = task.context or min(MOST_CONTEXT, *(each.model.context_length for each in candidates))
     for each in candidates:
         if context > (longest := each.model.context_length):
