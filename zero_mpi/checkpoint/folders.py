@@ -56,8 +56,9 @@ def begin(final: Path) -> Path:
 def publish(out: Path, step: int, folder: Path, keep: int, is_best: bool = False) -> Path:
     """Give a complete temporary folder its final name, point `latest` to it, and remove old checkpoints.
 
-    A checkpoint of the same step is replaced. The newest `keep` checkpoints stay; 0 keeps all. Nothing is
-    removed before the new checkpoint and the link are on disk. If `is_best`, point `best` to it too.
+    A checkpoint of the same step is replaced. The newest `keep` checkpoints and the best one stay; 0 keeps
+    all. Nothing is removed before the new checkpoint and the link are on disk. If `is_best`, point `best` to
+    it too.
     """
     final = step_folder(out, step)
     put(folder, final)

@@ -116,7 +116,6 @@ def known_type(name: str) -> str:
 
 
 def file_type(name: str) -> int:
-    """Return the value of the key general.file_type for the type `name`."""
     return FILE_TYPES[name] if name in FILE_TYPES else MIXES[name].number
 
 

@@ -269,7 +269,6 @@ class Output:
                 self.problem = self.problem or error
 
     def read_digest(self, spec: TensorSpec) -> str:
-        """Return the digest of a tensor's bytes, which are read from the file."""
         with self.content.path.open("rb") as file:
             file.seek(self._offsets[spec.name])
             sizes = [min(READ_AT_ONCE, spec.nbytes - at) for at in range(0, spec.nbytes, READ_AT_ONCE)]
@@ -354,7 +353,7 @@ def write_together(
 
 
 def agree(comm: Comm, outputs: Iterable[Output]) -> None:
-    """Raise JobError on all ranks if any rank had a problem. Close open files first."""
+    """Raise JobError on all ranks if any rank had a problem. Close open files first. Collective."""
     problems = [output.problem for output in outputs if output.problem is not None]
     try:
         agree_on(comm, explain(problems[0]) if problems else None)

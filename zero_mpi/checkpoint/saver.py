@@ -330,7 +330,7 @@ def load(folder: FOLDER, module: ShardedModule, optimizer: ShardedOptimizer) -> 
 
 
 def check(name: str, folder: Any, module: ShardedModule, optimizer: Any) -> None:
-    """Raise ValueError for arguments that are not valid, UsageError for an average in FP64."""
+    """Raise ValueError for invalid arguments or quantized parameters, UsageError for an average in FP64."""
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"{name}: folder: expected the name of a folder, got {came(folder)}")
     example = "a ShardedAdamW, whose moments are saved too (parameters only: state_dict, load_state_dict)"

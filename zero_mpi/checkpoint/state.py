@@ -215,7 +215,7 @@ def parameters_of(optimizer: ShardedOptimizer, trained: bool = False) -> list[Co
 
 
 def masters(comm: Comm, prefix: str, units: Iterable[ShardedUnit]) -> list[Contribution]:
-    """Return views of the slices of the parameters that the optimizer updates (float32 or float64)."""
+    """Return views of this rank's slices of the parameters of units, float32 or float64."""
     triples = [(unit, unit.parameters.master, unit.parameters.master_part) for unit in units]
     return [contribution(comm, prefix, *triple) for triple in triples]
 
@@ -304,8 +304,8 @@ def read_json(state: GGUFFile, key: str) -> dict[str, Any]:
 
 
 def check_tensors(files: sound.CheckpointFiles, optimizer: ShardedOptimizer) -> None:
-    """Raise UsageError unless the files hold the states of all trained parameters, and averages if, and only
-    if, the optimizer keeps them."""
+    """Raise UsageError unless the files hold the tensors of `state_tensors`, and averages if, and only if,
+    the optimizer keeps them."""
     state, average = files.state, files.average
     if (average is None) != (optimizer.ema is None):
         problem = "no moving average, expected one" if average is None else "a moving average, expected none"

@@ -134,7 +134,7 @@ class Readable(ABC):
 
     @abstractmethod
     def spec(self, name: str) -> TensorSpec:
-        """Return the name, shape and type of a tensor. Raise UsageError if the file has no such tensor."""
+        """Return the name, shape and type of a tensor. Raise UsageError for a type that holds no weights."""
 
     @abstractmethod
     def fill(self, spec: Any, start: int, out: Floats) -> None:
@@ -144,7 +144,7 @@ class Readable(ABC):
         """Return elements [start, stop) of the flattened tensor, float32 (stop - start,), in `out` if given.
 
         Only full blocks that hold these elements are read (full rows, if transposed). Raises UsageError for
-        an unknown name, a type that holds no weights or a changed file; ValueError for an invalid range.
+        a type that holds no weights or a changed file; ValueError for an invalid range.
         """
         spec = self.spec(name)
         stop = spec.size if stop is None else stop
@@ -164,6 +164,7 @@ class WeightSource(Readable):
 
     path       the file or folder
     metadata   the model's keys, as in a GGUF file
+    tensors    name -> shape and type
     """
 
     path: Path

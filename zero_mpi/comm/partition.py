@@ -41,7 +41,6 @@ class Partition:
         return tuple(stop - start for start, stop in pairwise(self.bounds))
 
     def part(self, rank: int) -> slice:
-        """Return the slice of the flat buffer that `rank` owns."""
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def span(self, rank: int, start: int, length: int) -> slice:

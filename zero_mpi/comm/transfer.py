@@ -25,7 +25,6 @@ POLL_SECONDS = 2e-4  # seconds between rounds of the thread; shorter or adaptive
 
 
 def has_come(needed: Needed) -> bool:
-    """Return whether a transfer can continue."""
     return needed() if callable(needed) else bool(MPI.Request.Testall(needed))
 
 
@@ -115,7 +114,6 @@ class ProgressEngine:
             self._thread.start()
 
     def add(self, handle: Handle) -> None:
-        """Add a transfer, which the engine advances until it is complete."""
         with self._changed:
             self._active.append(handle)
             self._changed.notify()

@@ -53,7 +53,6 @@ def main() -> None:
 
 
 def start(name: str) -> None:
-    """Run a command with the arguments after its name in sys.argv."""
     stopping.start(name, module_of(name))
 
 

@@ -170,7 +170,7 @@ class ShardedModule(engine.ShardedModule):
 
     @property
     def has_pending_prefetch(self) -> bool:
-        """Return whether gathers have started for a forward that has not begun."""
+        """True if gathers have started for a forward that has not begun."""
         started = any(unit.parameters.state is not State.SHARDED for unit in self.units)
         return self.strategy.shards_parameters and self._forward is None and started
 

@@ -49,9 +49,9 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             instance("rules", pattern, str, "name patterns")
             instance(f"rules: {pattern}", rule, Rule, "a Rule such as AdamW()")
         if ema is not None:
-            number("ShardedAdamW: ema", ema, above=0, below=1)
+            number(f"{label}: ema", ema, above=0, below=1)
             if offload != NONE:
-                raise UsageError(f"--ema {ema}: excludes --offload {offload}: leave one of them out")
+                raise UsageError(f"{label}: ema={ema} excludes offload={offload!r}: leave one of them out")
         for name in ("lr", "weight_decay"):
             number(f"{label}: {name}", settings[name], least=0)
         trained = [name for name in module.params if module.is_trainable(name)]

@@ -138,7 +138,6 @@ class DataKind(NamedTuple):
 
 
 def apart(name: str, condition: Callable[[Config], bool], flag: str) -> Rule:
-    """Return a rule for two flags that exclude each other."""
     return Rule(name, condition, f"cannot be combined with {flag}: remove one of them")
 
 

@@ -77,7 +77,7 @@ def files_of(data: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def holds_token_files(data: Sequence[str]) -> bool:
-    """Return whether all sources are token files. Raise UsageError if only some of them are."""
+    """Return whether all sources are token files. Raise UsageError if a source mixes them with text."""
     files = [token_files(collect_files(source.paths)) for source in sources_of(data)]  # checks all sources
     return all(files)
 
@@ -263,7 +263,6 @@ def _too_small(train: _Documents, val: _Documents, least: int) -> str:
 
 
 def _digest(documents: Sequence[Document]) -> str:
-    """Return the sha256 over the name, the length of the name and the digest of each document."""
     total = hashlib.sha256()
     for document in documents:
         name = os.fsencode(document.name)

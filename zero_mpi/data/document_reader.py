@@ -128,7 +128,6 @@ class DocumentReader:
         return documents
 
     def _encode(self, files: Files, paths: Sequence[str]) -> Encode:
-        """Return the function that encodes these files, which hold conversations or text."""
         if self.preferences or are_conversations(files):
             loss_on = ANSWERS if self.preferences else self.loss_on
             reader = ConversationReader(self.text.tokenizer, loss_on, self.bos, self.inputs)

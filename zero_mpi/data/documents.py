@@ -137,7 +137,6 @@ class TokenSpans:
         return buffer
 
     def read_all(self) -> Ids:
-        """Return all ids, read into memory."""
         return self.read(np.array([0]), np.array([self.size]))
 
     def _check(self, ids: NDArray[np.integer[Any]], span: FileSpan, first: int) -> None:
@@ -242,7 +241,7 @@ class Document(NamedTuple):
 
     def cut(self, place: int) -> tuple[Document, Document]:
         """Split a document at an index and return the two parts. If the ends of the documents inside it are
-        known, the document is split at the next end instead.
+        known, the document is split at the next end instead, or at the last one before its own end.
         """
         ends, count = self.ends, self.counted
         if ends is not None and len(ends) > 1:

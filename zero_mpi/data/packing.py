@@ -242,7 +242,6 @@ class PairWindows(PackedWindows):
         return self._numbers[pieces], self._counts[pieces], self._sizes[pieces]
 
     def pairs(self, indices: ArrayLike) -> PairBatch:
-        """Return the windows `indices` with the positions of their sequences."""
         pieces, rows, columns = layout = self._layout(indices)
         batch, sizes = self._batch(*layout), self._sizes[pieces]
         flat, offsets = np.repeat(rows * self.context + columns, sizes), up_to(sizes)

@@ -85,11 +85,11 @@ class Cuda:
         return array, array
 
     def from_host(self, x: Array) -> Array:
-        """Return a copy of a host array on the GPU, made in the order of the stream."""
+        """Return a copy of a host array on the GPU, made in the order of the stream; a GPU array itself."""
         return x if isinstance(x, self.cupy.ndarray) else self.cupy.asarray(x)
 
     def to_host(self, x: Array) -> Array:
-        """Return a copy of a GPU array on the host, after waiting for it."""
+        """Return a copy of a GPU array on the host, after waiting for it; a host array itself."""
         return x.get(stream=self.stream) if isinstance(x, self.cupy.ndarray) else x
 
     def copy(self, target: Array, source: Array) -> None:

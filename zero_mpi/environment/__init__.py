@@ -59,7 +59,6 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -110,7 +109,6 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
 
 
 def records_graphs() -> bool:
-    """Return whether the environment enables CUDA graphs of micro-batches."""
     return os.environ.get("ZERO_MPI_GPU_GRAPH") == "1"
 
 

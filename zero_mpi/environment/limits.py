@@ -48,7 +48,7 @@ def read_limits() -> Limits:
 
 
 def available_memory() -> int:
-    """Return MemAvailable of /proc/meminfo in bytes."""
+    """Return MemAvailable of /proc/meminfo in bytes; without it, all physical memory."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = (int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     return next(sizes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -52,14 +52,12 @@ class GGUFKeys:
         return result
 
     def integer(self, key: str, least: int = 0, most: int = MAX_INTEGER, expected: str = "") -> int | None:
-        """Return the integer at a key, of any integer type, from `least` to `most`."""
         limits = f"of at least {least}" if most in (MAX_INTEGER, MOST_SIZE) else f"from {least} to {most}"
         description = expected or f"a whole number {limits}"
         value = self.value(key, description, lambda value: is_whole(value) and least <= value <= most)
         return None if value is None else int(value)
 
     def number(self, key: str, least: float = -math.inf) -> float | None:
-        """Return the finite number at a key, at least `least`."""
 
         def fits(value: Any) -> bool:
             is_number = is_whole(value) or isinstance(value, float | np.floating)
@@ -86,7 +84,6 @@ class GGUFKeys:
         return None if value is None else value.tolist()
 
     def numbers(self, key: str, count: int) -> NDArray[np.float32] | None:
-        """Return the array of a key, which must have `count` finite float32 numbers."""
 
         def fits(value: Any) -> bool:
             return is_row(value, "f", count) and value.dtype == np.float32 and bool(np.isfinite(value).all())

@@ -210,7 +210,6 @@ def report(states: Mapping[int, RankState], places: Sequence[str]) -> list[str]:
 
 
 def shown_stacks(states: Mapping[int, RankState]) -> list[str]:
-    """Return the stacks of one rank of each group, of at most STACKS ranks."""
     ranks = [group[0] for group in grouped(states)[:STACKS]]
     return [f"stacks of {named([rank])}:\n{states[rank].stacks.rstrip()}" for rank in ranks]
 
@@ -350,7 +349,7 @@ class Watchdog:
                 self._speak(changed, age, deadlock)
 
     def _is_due(self, reports: RankReports, age: float) -> bool:
-        """Return True if this rank must sign: after a long wait, or a short wait if others signed."""
+        """Return True if this rank must sign: sooner if it waits or has ended, or if others have signed."""
         join, call = min(JOIN, self.limit / 8), min(CALL, self.limit / 2)
         if records.ended is not None:
             return age > join

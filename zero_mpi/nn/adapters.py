@@ -145,7 +145,6 @@ def like(x: Any, width: int) -> Any:
 
 
 def copy_of(x: Any) -> Any:
-    """Return a contiguous copy of x in recycled memory."""
     out = like(x, x.shape[-1])
     out[...] = x
     return out

@@ -167,7 +167,6 @@ class Program:
         return products
 
     def project(self, layers: Sequence[Linear | Rows], x: Array) -> list[Array]:
-        """Record linear layers with the same input."""
         parts = [(each, ALL) if isinstance(each, Linear) else (each.linear, each.part) for each in layers]
         outputs = self.products([(self.p[linear.weight][part], x) for linear, part in parts])
         for place, (linear, part) in enumerate(parts):
@@ -180,7 +179,6 @@ class Program:
         return outputs
 
     def adapt(self, adapter: LowRank, part: slice, x: Array, y: Array) -> Array:
-        """Record the addition of an adapter's product to y, and return the sum."""
         if adapter.kind is not None:
             raise Unrecorded("no instruction for an adapter that is rounded with its matrix")
         narrow = self.products([(self.p[adapter.a], x)])[0]

@@ -35,7 +35,6 @@ ROWS = 1024  # rows of logits that are processed at a time
 
 
 def balance(sums: Mapping[str, Any]) -> float:
-    """Return the balance loss of a micro-batch, from the sums over its routed layers."""
     counts, p = (np.asarray(sums.get(name, 0.0), float) for name in ("routed_counts", "routed_p"))
     return float(counts.size * np.vdot(counts, p) / max(1.0, float(sums.get("routed_rows", 1))) ** 2)
 

@@ -41,7 +41,6 @@ def backend() -> str:
 
 
 def compiles() -> bool:
-    """Return whether operations on the host are compiled."""
     return _compiles
 
 
@@ -137,7 +136,6 @@ def use_threads(count: int | None = None) -> int:
 
 @cache
 def prepare_cpu() -> None:
-    """Register compiled operations for NumPy arrays."""
     from zero_mpi.ops import cpu  # noqa: F401
 
     register(np.ndarray)

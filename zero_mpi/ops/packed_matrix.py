@@ -73,7 +73,6 @@ class PackedStack:
         return w.astype(self.dtype, copy=False)
 
     def astype(self, dtype: Any) -> PackedStack:
-        """Return a stack of the same elements that unpacks matrices of type `dtype`."""
         return replace(self, dtype=np.dtype(dtype))
 
 

@@ -179,7 +179,7 @@ def layer_norm_backward(
 # -------------------------------------------------------------------------------------- rotary position
 
 
-@operation("x B T H D, cos T E wide, sin T E wide, out?+ B T H D -> B T H D; 2 * E <= D")
+@operation("x B T H D, cos T P wide, sin T P wide, out?+ B T H D -> B T H D; 2 * P <= D")
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
     """Rotate pairs of x (B, T, H, D) by angles with the cosines and sines cos, sin (T, P), P <= D/2.
 

@@ -2,9 +2,9 @@
 
 A kernel or a product runs on one thread and releases the interpreter's lock, so Python's own threads are
 enough. Matmul libraries are limited to one thread: more threads would spin on the cores that our threads
-need. Parts are equal ranges of rows, one for each thread; the calling thread computes the last part. Results
-that depend on one row are bit-identical for any number of threads. Sums over rows are added part by part, in
-the order of the rows.
+need. Parts are equal ranges of rows, at most one for each thread; the calling thread computes the last part.
+Results that depend on one row are bit-identical for any number of threads. Sums over rows are added part by
+part, in the order of the rows.
 """
 
 from __future__ import annotations

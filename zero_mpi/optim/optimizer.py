@@ -201,7 +201,6 @@ class ShardedOptimizer:
         return unit.part if self._is_directed(unit) else unit.parameters.master_part
 
     def _make_states(self) -> dict[str, States]:
-        """Return states of zeros for each unit, on the device or offloaded."""
         sizes = {}
         for unit in self.units:
             part, rules = self.state_part(unit), [self.rule_of(name) for name in unit.unit.params]

@@ -203,7 +203,6 @@ class Case:
 
     @property
     def trained_slices(self) -> list[tuple[Unit, int]]:
-        """The pairs of `slices` whose unit is trained."""
         return [(unit, count) for unit, count in self.slices if unit.trainable]
 
     @cached_property

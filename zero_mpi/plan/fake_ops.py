@@ -223,7 +223,6 @@ def grouped(x: Array, w: Array, starts: Array, addend: Array | None = None, *, a
 
 
 def column_sums(dy: Array, rows: int, width: int) -> None:
-    """Count the work and memory of a vector's gradient, a sum over rows."""
     dy.memory.passes(dy)
     dy.memory.column_sums(rows, width)
 

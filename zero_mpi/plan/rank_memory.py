@@ -53,8 +53,7 @@ def titles(kind: Any) -> dict[str, str]:
 class Memory:
     """Bytes on rank 0. Of memory that the ranks of a node share, only this rank's part counts."""
 
-    # Kept between rounds and steps: slices, or full parameters if replicated.
-    parameters: int = title("parameters")
+    parameters: int = title("parameters")  # slices, or full parameters if replicated
     masters: int = title("parameters in fp32")  # in low precision, where `parameters` are rounded
     gradients: int = title("gradients")
     moments: int = title("moments")  # optimizer states and a moving average

@@ -22,7 +22,7 @@ class Action:
     verb = method = ""
 
     def do(self, units: Sequence[ShardedUnit], work: MicroBatch) -> None:
-        """Execute the action; only `run` calls this method."""
+        """Execute the action."""
         getattr(work, self.method)()
 
 
@@ -81,7 +81,7 @@ class WaitReduce(UnitAction):
 
 
 class Forward(StageAction):
-    """Compute a stage's output, and keep the values that the stage's backward needs."""
+    """Compute a stage's output; if backward follows, keep the values that it needs."""
 
     verb, method = "forward", "forward"
 

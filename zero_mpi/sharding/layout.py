@@ -261,7 +261,6 @@ class Lending:
                 self._open_units.add(unit)
 
     def _end(self, unit: int) -> None:
-        """Give the buffer of a complete sum back to the pool."""
         if unit in self._sums and unit not in self._open_units:
             self.gradients.give(self._sums.pop(unit))
 

@@ -175,7 +175,7 @@ class Parameters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters that this rank keeps between steps, counted once and in float32."""
+        """Bytes of the parameters that this rank keeps between steps, counted once, in `Precision.master`."""
         return int(self.load_targets[0][0].nbytes)
 
     @property

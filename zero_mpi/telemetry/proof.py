@@ -69,7 +69,6 @@ class JobStart(NamedTuple):
 
 
 def bits_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record that are reproducible."""
     return {name: record[name] for name in BITS if name in record}
 
 
@@ -114,7 +113,6 @@ def parse_line(number: int, raw: bytes, previous: str, start: int) -> Line:
 
 
 def digest_after(head: str, body: bytes) -> str:
-    """Return the digest of a line that follows `head`."""
     return hashlib.sha256(head.encode() + b"\n" + body).hexdigest()
 
 

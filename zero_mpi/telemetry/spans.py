@@ -128,7 +128,6 @@ def stop() -> None:
 
 
 def end(transfer: OpenTransfer | None) -> None:
-    """Record that a transfer, or a part of it, is complete now."""
     if transfer is not None:
         transfer[ENDED] = time.perf_counter()
 

@@ -273,7 +273,6 @@ class MLflow:
             self._failure = error
 
     def close(self) -> None:
-        """End the run in MLflow after all numbers are sent."""
         self._hand_over()
         self._queue.put([])
         self._sender.join()

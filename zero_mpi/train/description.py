@@ -148,7 +148,6 @@ SETTINGS, FACTS, MACHINE, CODE = "settings", "facts", "machine", "code"
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that affect bits, except those that are paths."""
     return {name: getattr(config, name) for name in NAMES}
 
 

@@ -72,7 +72,6 @@ class Objective:
         return StepLoss(partial(self.micro, number, 1.0 / self.loader.counted(number)))
 
     def micro(self, number: int, scale: float, i: int) -> tuple[Any, HeadLoss]:
-        """Return the input and the loss of micro-batch i of a step."""
         return with_loss(self.loader.micro(number, i), scale)
 
     def held_out(self, loader: EvalLoader) -> tuple[float, Figures]:

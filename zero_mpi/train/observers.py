@@ -234,7 +234,7 @@ class RankReport(NamedTuple):
 
 
 class RankFigures(Observer):
-    """Records the figures of each rank and names slow ranks, at logged or evaluated steps. Collective.
+    """Observer that records the figures of each rank and names slow ranks. Collective in logged steps.
 
     All ranks wait for the slowest rank, so the time of a step does not show which rank is slow. So each rank
     measures its own seconds: the time of its micro-batches minus its waits for other ranks.
@@ -311,7 +311,7 @@ class StepTimer:
 
 
 class SlowRanks:
-    """Finds ranks that are slower than the median in several consecutive records."""
+    """Detector of ranks that are slower than the median in several consecutive records."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts, self._counts = hosts, Counter[int]()

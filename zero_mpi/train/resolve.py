@@ -221,7 +221,7 @@ def packing_of(config: Config, stream: Stream) -> str:
 
 
 def set_threads(config: Config) -> int:
-    """Set the number of threads of this rank and return it. The default is 1 in exact mode."""
+    """Set the number of threads of this rank and return it; --threads 0: one for each core of the rank."""
     threads = bounds.threads_within(bounds.thread_count(config.threads))
     return ops.use_threads(environment.cores_per_rank() if threads == 0 else threads)
 

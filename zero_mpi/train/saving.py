@@ -99,7 +99,6 @@ class Saving(Observer):
             self._watchdog.beat(f"saving: {label}")
 
     def announce(self) -> None:
-        """Announce checkpoints that have become complete."""
         for save in self.saver.new_checkpoints():
             self._records.saved(save.step, save.id, save.digest)
             log.info("saved %s in %.1f s, state %s", save.folder, save.seconds, save.digest[:16])

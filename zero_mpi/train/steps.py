@@ -86,7 +86,6 @@ class Steps:
         return False
 
     def after_a_step(self) -> TrainingProgress:
-        """Return the progress of the run after the optimizer step."""
         loader, optimizer = self.session.loader, self.session.optimizer
         scale = self.session.module.loss_scale
         return replace(

@@ -235,7 +235,6 @@ class Outcome:
         self.events.at(step)
 
     def end(self, code: int, reason: str) -> None:
-        """Record how the job ended, according to its exit status."""
         if code == BAD_USAGE:
             self.status.refused(reason)
             return

@@ -189,7 +189,6 @@ class Tracer:
             check_place(comm, self._path)
 
     def reach(self, step: int) -> None:
-        """Start, continue or stop recording when a step begins."""
         if self._timeline is not None and step >= self.stop:
             self._write()
         if self._path is not None and self._timeline is None and self.first <= step < self.stop:

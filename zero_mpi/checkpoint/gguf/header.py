@@ -135,7 +135,6 @@ def _pack_value(value: Any) -> tuple[int, bytes]:
 
 
 def _numpy_scalar(value: Any) -> np.generic:
-    """Return the NumPy scalar that stores a Python number."""
     if isinstance(value, int):
         if not 0 <= value < 1 << 32:
             raise GGUFError(f"expected an int from 0 to 2^32 - 1, found {value}: use np.int64 or similar")

@@ -53,7 +53,6 @@ def fill_interleaved(read: Read, head: int, width: int, start: int, out: Floats)
 
 
 def _read_rows(read: Read, start: int, target: Floats, width: int) -> None:
-    """Fill the rows of `target` with consecutive elements from `start` on, in chunks."""
     step = max(1, CHUNK // width)
     for at in range(0, len(target), step):
         part = target[at : at + step]

@@ -131,7 +131,6 @@ class DeviceComm(ProgressingWrapper):
             yield completion(result.mark)
 
     def _starts(self, partition: Partition, array: Array, *, summed: bool) -> range:
-        """Return the offsets in a slice at which the chunks of the exchanges begin."""
         return range(0, max(partition.counts), self.backend.largest(array.itemsize, summed=summed))
 
     def allgather(self, shard: Array | None, full: Array, partition: Partition, label: str = "") -> Handle:

@@ -83,11 +83,9 @@ class GpuStreams:
         self._move(target, source, self._runtime.memcpyDeviceToDevice, self.stream)
 
     def fetch(self, target: Array, source: Array) -> None:
-        """Copy from the device to pinned memory of the same size."""
         self._move(target, source, self._runtime.memcpyDeviceToHost, self._down)
 
     def bring(self, target: Array, source: Array) -> None:
-        """Copy from pinned memory to the device."""
         self._move(target, source, self._runtime.memcpyHostToDevice, self.stream)
 
     def _move(self, target: Array, source: Array, kind: int, stream: Any) -> None:

@@ -91,7 +91,6 @@ class Driver:
             raise DriverError(f"{name} fails with status {status}{MEANING.get(status, '')}")
 
     def devices(self) -> list[str]:
-        """Return the names of all devices."""
         count = ctypes.c_int()
         self("cuDeviceGetCount", ctypes.byref(count))
         names = []

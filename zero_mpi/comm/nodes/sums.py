@@ -176,7 +176,6 @@ class NodeSums:
         return [peer for peer in (node - 1, node + 1) if 0 <= peer < self.topology.nodes]
 
     def _out(self, total: Sum, item: Item) -> Array:
-        """Return the part of this rank's slice that an item covers."""
         number = self.topology.local if total.replicated else self.topology.rank
         first = total.call.partition.bounds[number]
         return total.call.out[item.start - first : item.stop - first]

@@ -323,7 +323,7 @@ class NodeMemory:
         return self.counters.nbytes + sum(window.nbytes for window in self._windows)
 
     def close(self) -> None:
-        """Free all windows except those with arrays in use, which stay until the process ends."""
+        """Free all windows except those with arrays in use, which stay until the process ends. Collective."""
         self._reserve = None
         self._free_unused()
         self.counters.close()

@@ -78,13 +78,11 @@ def version(name: str, values: list[str]) -> Row:
 
 
 def library(job: Ranks) -> Iterator[Row]:
-    """Check the launcher and the thread level of the MPI library."""
     yield launcher(job.world.size)
     yield thread_level(job.world.mpi)
 
 
 def launcher(size: int, environ: Mapping[str, str] = os.environ) -> Row:
-    """Return the row that says whether the launcher started one job of `size` ranks."""
     if count := split_into(size, environ):
         return Row("launcher", f"it started {count} processes, but each is a job of one rank", BAD, SAME_MPI)
     return Row("launcher", plural(size, "rank"))
@@ -309,7 +307,7 @@ def try_window(job: Ranks) -> str:
 
 
 def shared_rows(free: list[int], problems: list[str], job: Ranks) -> list[Row]:
-    """Return rows on shared memory. `free`: free bytes by host; `problems`: results of `try_window`."""
+    """Return rows on shared memory. `free`, `problems`: free bytes and `try_window`'s text by host."""
     hosts = zip(free, map(len, job.nodes), job.names, strict=True)
     least, count, name = min(hosts, key=lambda host: host[0] / host[1])
     value = f"{size(least)} free in {PLACE} of {name}, for {plural(count, 'rank')}"

@@ -132,7 +132,7 @@ def differing_keys(first: Subject, second: Subject) -> Iterator[Report]:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Return whether two values of keys have the same type and the same bits."""
+    """Return whether two values of keys have the same type and, if they are NumPy's, the same bits."""
     if type(a) is not type(b):
         return False
     if isinstance(a, np.ndarray | np.generic):

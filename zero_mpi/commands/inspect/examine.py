@@ -205,7 +205,7 @@ def about_model(source: WeightSource) -> Report:
 
 
 def about_tokenizer(keys: GGUFKeys) -> Report | None:
-    """Return a tokenizer's kind, size and special tokens; None if there is no tokenizer."""
+    """Return a tokenizer's kind, sizes and special tokens, and whether it has a chat template; None: none."""
     if keys.tokenizer is None:
         return None
     head = "tokenizer.ggml."

@@ -173,7 +173,6 @@ def label(text: str) -> str:
 
 
 def line_of(number: int) -> Json:
-    """Return the colour and the dash of the lines of run `number`."""
     return {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
 
 

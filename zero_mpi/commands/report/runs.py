@@ -45,7 +45,6 @@ MOST_COUNT = 1 << 63
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value from JSON is a number that a record may have."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 

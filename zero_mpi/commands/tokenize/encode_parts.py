@@ -295,7 +295,7 @@ NOTHING = Amount()
 class ProgressSum:
     """Sums of the progress of all ranks. `beat` starts a sum, or reads the result of a finished sum.
 
-    label    name of the work, for the watchdog
+    label    name of the work, for the watchdog and the lines of progress
     total    weight of all work; an earlier job has done `before` of it
     stops    function that returns True if this rank must stop
     """

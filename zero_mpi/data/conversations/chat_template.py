@@ -248,7 +248,6 @@ def parts_of(*texts: str) -> list[Message]:
 
 
 def end_process(process: subprocess.Popen[bytes]) -> int:
-    """End a process, close its pipes and return its status."""
     process.kill()
     process.communicate()
     return process.returncode
@@ -272,7 +271,6 @@ def template_of(
 
 
 def asks_day(tokenizer: Tokenizer) -> bool:
-    """Return whether any template of the tokenizer uses the current date."""
     keys = tokenizer.metadata().items()
     return any(key.startswith(TEMPLATE) and "strftime_now" in str(text) for key, text in keys)
 

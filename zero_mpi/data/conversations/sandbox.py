@@ -68,7 +68,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": refuse}
 
     def compiled(self, source: str) -> Template:
-        """Return the template, in which each iteration of a loop calls `begin` with the loop variable."""
+        """Return the template, in which loops with one variable call `begin` with it in each iteration."""
         tree = self.parse(source)
         for loop in tree.find_all(nodes.For):
             if isinstance(loop.target, nodes.Name):

@@ -227,7 +227,10 @@ def respell(
 
 @compiled
 def longest_prefix(text: NDArray[np.uint8], nodes: Int64) -> tuple[int, int]:
-    """Return the length of the longest prefix in the map, and its value (`respell`); (0, 0) without one."""
+    """Return the length of the longest prefix in the map, and its value (`respell`).
+
+    Returns (0, 0) if no prefix is in the map, (FREE, 0) if the map is damaged.
+    """
     size = spelling = 0
     if len(nodes) == 0:
         return 0, 0

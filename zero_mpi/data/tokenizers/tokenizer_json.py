@@ -36,8 +36,9 @@ _UNSUPPORTED = ("byte_fallback", "dropout", "continuing_subword_prefix", "end_of
 
 
 def tokenizer_from_json(path: str | Path, vocab_size: int | None = None) -> BPETokenizer:
-    """Return the tokenizer of a tokenizer.json. Four files next to it give special tokens and the chat
-    template: tokenizer_config.json, chat_template.jinja, config.json and generation_config.json.
+    """Return the tokenizer of a tokenizer.json. Files next to it give special tokens and chat templates:
+    tokenizer_config.json, chat_template.jinja, additional_chat_templates/, config.json and
+    generation_config.json.
 
     `vocab_size`: size of the model's vocabulary, which unused tokens fill up. Raises UsageError unless the
     tokenizer is a byte-level BPE.

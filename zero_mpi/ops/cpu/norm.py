@@ -126,7 +126,6 @@ def layer_backward(
 
 
 def kernels_take(dy: Array, x: Array, w: Array, plus: Array | None, *sums: Array | None) -> bool:
-    """Return whether a kernel supports these arrays in backward."""
     return alike(dy, x, w, plus) and adds_into(plus, *sums)
 
 

@@ -52,7 +52,6 @@ ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA = 158, 0x1023, 18  # system call arch_
 
 
 def is_transposed(x: Array) -> bool:
-    """Return whether the matrices in an array are column-major."""
     return bool(x.strides[-1] != x.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""Elementwise operations on a GPU: sums, multiples, biases, GELU, SwiGLU, rotary positions.
+"""Elementwise operations on a GPU: sums, multiples, biases, GELU, GeGLU, SwiGLU, rotary positions.
 
 Each operation makes one pass over memory, in packs of 16 bytes per thread. Unaligned or shorter parts are
 processed element by element.

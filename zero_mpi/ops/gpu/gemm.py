@@ -361,7 +361,7 @@ def multiply(
     """Compute d = scale a b + c + bias, with the bias added to each row. c may be d itself, or None.
 
     `ta` and `tb`: use a and b transposed. a and b have one type, and c and d one type; sums are float32.
-    Return the plan, or None if d is empty. Raise ValueError if the shapes do not fit.
+    Return the plan, or None if d is empty. Raises ValueError if cuBLASLt knows no algorithm.
     """
     if not d.rows * d.columns * d.batch:
         return None
