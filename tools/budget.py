@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9247, "package": 49439, "tests": 41476}
+TOTAL = {"engine": 9247, "package": 49433, "tests": 41476}
 ROOMS = {
     "checkpoint": 4245,
     "cli": 251,
@@ -33,7 +33,7 @@ ROOMS = {
     "launch": 2007,
     "models": 1173,
     "nn": 2291,
-    "ops": 7286,
+    "ops": 7280,
     "optim": 673,
     "plan": 2197,
     "sharding": 2645,

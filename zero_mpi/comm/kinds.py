@@ -128,7 +128,7 @@ def staged_chunk(others: int) -> int:
 def through_host(reductions: Reductions) -> int:
     """Return the bytes on the GPU of the staged transport, without its host memory."""
     length = staged_chunk(reductions.ranks - 1) // reductions.itemsize // STAGED_ALIGNED * STAGED_ALIGNED
-    return reductions.in_flight * STAGED_DEPTH * (reductions.ranks - 1) * length * reductions.itemsize
+    return on_gpus(STAGED_DEPTH, length, reductions)
 
 
 def padded(length: int) -> int:

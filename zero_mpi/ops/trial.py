@@ -38,16 +38,10 @@ VOCABULARY = 301
 SIZES = {"...": (ROWS,), "1": 1, "B": 2, "C": WIDTH, "D": 22, "E": 11, "H": 3, "O": WIDTH, "T": 9}
 SIZES["V"] = VOCABULARY
 RANGE = 9  # numbers up to RANGE cover the useful range of the exponential
-IN_PARTS = {
-    "route",
-    "route_backward",
-    "grouped_linear",
-    "grouped_linear_backward_x",
-    "grouped_linear_backward_w",
-}
-IN_PARTS |= {"linear", "linear_backward_x", "linear_backward_w", "linear_backward_b", "linear_cross_entropy"}
+IN_PARTS = {"linear", "linear_backward_x", "linear_backward_w", "linear_backward_b", "linear_cross_entropy"}
 IN_PARTS |= {"causal_attention", "causal_attention_backward", "adamw", "moving_average", "chunk_squares"}
-IN_PARTS |= {"dequantize"}
+IN_PARTS |= {"route", "route_backward", "grouped_linear", "grouped_linear_backward_x", "dequantize"}
+IN_PARTS |= {"grouped_linear_backward_w"}
 
 Draw = Callable[..., Array]  # `numbers` for one type
 

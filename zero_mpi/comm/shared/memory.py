@@ -265,7 +265,7 @@ class NodeMemory:
         prepared, self._reserve = self._reserve, None
         if prepared is not None and prepared[0] == (tuple(full), tuple(buffers)):
             return prepared[1]
-        prepared = None
+        prepared = None  # the last reference to its arrays, whose window is freed next
         self._free_unused()
         return self._allot(full, buffers)
 
