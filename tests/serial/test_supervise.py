@@ -27,7 +27,7 @@ from zero_mpi.commands.report.runs import read_events
 from zero_mpi.commands.supervise import attempt
 from zero_mpi.commands.supervise.attempt import NO_FOLDER, RunFolder, StopRequest
 from zero_mpi.commands.supervise.command import Restarts, prepare
-from zero_mpi.commands.supervise.hosts import HostPool, find_pool
+from zero_mpi.commands.supervise.hosts import HostPool, Template, find_pool
 from zero_mpi.errors import UsageError
 
 # Script that replaces mpirun: start N runs the file start-N, with functions for the files of a run.
@@ -140,6 +140,20 @@ def test_the_word_of_the_job_before_is_not_its_own(tmp_path):
     trial.out.mkdir()
     (trial.out / "status.json").write_text(json.dumps({"state": "done", "reason": ""}))
     assert (trial.run(), len(trial.starts)) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("command", "out"),
+    [
+        ("python -m zero_mpi.train", "runs/default"), ("python -mzero_mpi train", "runs/default"),
+        ("python -m zero_mpi train --out=a --out b", "b"), ("/usr/bin/zero-mpi train --out b --out=a", "a"),
+        ("python -m zero_mpi plan", None),
+    ],
+)  # fmt: skip
+def test_the_run_folder_of_a_command(command, out):
+    template = Template(tuple(command.split()), "mpich")
+    assert template.out() == (out and Path(out))
+    assert ("auto" in template.resuming().words) == (out is not None)
 
 
 def test_the_same_failure_at_the_same_step_is_not_tried_a_third_time(tmp_path, capfd):

@@ -147,8 +147,11 @@ class Template:
 
     def out(self) -> Path | None:
         """Return the run folder, or None if the command does not train. Raise UsageError if it is unknown."""
-        folders = [value for word, value in pairwise(self.words) if word == "--out"]
-        folders += [word.removeprefix("--out=") for word in self.words if word.startswith("--out=")]
+        folders = [
+            following if word == "--out" else word.removeprefix("--out=")
+            for word, following in pairwise((*self.words, ""))
+            if word.partition("=")[0] == "--out"
+        ]
         if folders:
             return Path(folders[-1])
         if any(word.partition("=")[0] == "--config" for word in self.words):
@@ -157,4 +160,5 @@ class Template:
 
     def _is_training(self) -> bool:
         names = [Path(word).name for word in self.words]
-        return "zero_mpi.train" in names or ("zero-mpi", "train") in pairwise(names)
+        commands = ("zero-mpi", "train"), ("zero_mpi", "train"), ("-mzero_mpi", "train")
+        return bool({"zero_mpi.train", "-mzero_mpi.train"} & {*names} or {*commands} & {*pairwise(names)})
