@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from zero_mpi.errors import JobError
 from zero_mpi.telemetry import log
 
 
@@ -85,11 +86,8 @@ def test_a_command_says_a_line_once_where_the_root_logger_has_a_handler(capsys):
 
 
 def test_a_stream_that_cannot_be_written_is_an_error(monkeypatch):
-    class Full:
-        def write(self, text):
-            raise OSError(28, "No space left on device")
-
     log.install(0, 1)
-    monkeypatch.setattr(sys, "stdout", Full())
-    with pytest.raises(OSError, match="No space left"):
-        log.info("a fact")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(JobError, match="/dev/full: No space left"):
+            log.info("a fact")

@@ -1,5 +1,7 @@
 """Errors and progress on a terminal are one short line each, without control characters."""
 
+import os
+import re
 import subprocess
 import sys
 
@@ -14,6 +16,37 @@ HOSTILE = "a\nb\r\x1b]0;title\x07\x9b2J\u202e" + "x" * 50_000 + " word" * 50_000
 ARGUMENTS = {"generate": [HOSTILE], "inspect": [HOSTILE], "export": [HOSTILE, "out.gguf"]}
 ARGUMENTS |= {"samples": ["model.gguf", "--data", HOSTILE], "plan": ["--doctor", HOSTILE]}
 ARGUMENTS |= {"report": [HOSTILE], "trace": [HOSTILE], "hostfile": [HOSTILE, "--for", "mpich"]}
+
+
+STREAMS = {  # how a shell starts a command -> exit status, and what it prints
+    '"$@" > /dev/full': (1, r"zero_mpi hostfile: error: cannot write to stdout: No space left on device\n"),
+    '"$@" >&-': (0, ""),
+    '"$@" <&- 2>&-': (0, "h1:4\n"),
+    '"$@" | true': (0, ""),
+}
+
+
+@pytest.mark.parametrize("shell", STREAMS)
+def test_a_closed_or_full_stream_is_no_traceback(shell, tmp_path):
+    (tmp_path / "hosts").write_text("h1:4\n")
+    command = [sys.executable, "-m", "zero_mpi", "hostfile", str(tmp_path / "hosts"), "--for", "mpich"]
+    status, printed = STREAMS[shell]
+    ended = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", shell, "sh", *command], capture_output=True, check=False
+    )
+    assert ended.returncode == status
+    assert re.fullmatch(printed, (ended.stdout + ended.stderr).decode())
+
+
+def test_a_log_line_is_escaped_where_the_encoding_lacks_its_characters(tmp_path):
+    code = "from zero_mpi.telemetry import log; log.install(0, 1); main = lambda: log.info('a\\u0101\\ufffd')"
+    (tmp_path / "logs.py").write_text(code)
+    start = "from zero_mpi.launch import stopping; stopping.start('train', 'logs')"
+    ended = subprocess.run(
+        [sys.executable, "-c", start], capture_output=True, check=False,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, b"a\\u0101\\ufffd\n")
 
 
 ERRORS = [*ARGUMENTS.items(), *((name, [f"--{HOSTILE}"]) for name in ARGUMENTS)]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 
 from zero_mpi.files.foreign import printable
+from zero_mpi.telemetry import log
 
 WIDTH = 110  # columns of the text
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -17,11 +18,8 @@ FEW = 8  # maximum number of hosts, files or ranks that a message names; it only
 def write(lines: Iterable[str]) -> None:
     """Print each text as one line, with control characters escaped; ignore a closed pipe (`... | head`)."""
     data = "".join(f"{printable(line)}\n" for line in lines).encode("utf-8", "backslashreplace")
-    try:
+    with contextlib.suppress(log.ClosedPipe), log.writing(sys.stdout):
         sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def size(count: float) -> str:

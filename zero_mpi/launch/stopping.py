@@ -94,6 +94,15 @@ class Terminal(io.FileIO):
             return len(data)
 
 
+def open_streams() -> None:
+    """Open standard streams that are closed on /dev/null, and let stdout escape what its encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of free descriptors
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open until the end)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def outlive_terminal() -> None:
     """Make stdout and stderr work without errors after their terminal is closed."""
     for name, handle in (("stdout", 1), ("stderr", 2)):
@@ -265,6 +274,7 @@ def start(name: str, module: str) -> None:
     """Install signal handlers, then import a module, which is slow, and run its `main` as command `name`."""
     global program
     program = name
+    open_streams()
     if name == "train":
         signals.listen()
     else:

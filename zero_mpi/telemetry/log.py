@@ -5,10 +5,14 @@ handler: rank 0 logs at the level of `--log-level`, to stdout or above the progr
 only warnings, to stderr, with the prefix `[rank/size]`. At level debug all lines have this prefix.
 """
 
+import contextlib
 import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TextIO
 
+from zero_mpi.errors import JobError
 from zero_mpi.files.foreign import one_line, readable
 
 DEBUG, INFO, WARNING, ERROR = "debug", "info", "warning", "error"
@@ -32,6 +36,22 @@ def info_text(title: str, text: str) -> None:
     info("%s\n%s", one_line(title), text, extra={"is_text": True})
 
 
+class ClosedPipe(JobError):
+    """Error: the reader of a stream has closed it, as `head` does."""
+
+
+@contextlib.contextmanager
+def writing(stream: TextIO) -> Iterator[TextIO]:
+    """Flush a stream at the end. If it cannot be written, drop what it still holds and raise JobError."""
+    try:
+        yield stream
+        stream.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        kind = ClosedPipe if isinstance(error, BrokenPipeError) else JobError
+        raise kind(f"cannot write to {stream.name.strip('<>')}: {error.strerror}") from error
+
+
 class Lines(logging.Handler):
     """Log handler that writes each record as one line; a progress bar may replace `write` for a while.
 
@@ -45,9 +65,8 @@ class Lines(logging.Handler):
         self.write: Callable[[str], object] = self.print
 
     def print(self, text: str) -> None:
-        stream = sys.stderr if self.to_stderr else sys.stdout
-        stream.write(f"{text}\n")
-        stream.flush()
+        with writing(sys.stderr if self.to_stderr else sys.stdout) as stream:
+            stream.write(f"{text}\n")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record as one line, even if it has line ends; a text of `info_text` keeps its lines."""

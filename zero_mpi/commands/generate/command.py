@@ -6,8 +6,8 @@ Otherwise a model, or the author of its training text, could move the cursor, re
 
 import argparse
 import codecs
+import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -194,10 +194,8 @@ def command(world: World, arguments: Sequence[str]) -> int:
     speaker = open_speaker(options)
     tokenizer = speaker.tokenizer
     template = template_of(tokenizer, template_inputs(options, tokenizer)) if options.chat else None
-    try:
+    with contextlib.suppress(log.ClosedPipe):
         print_answers(speaker, template)
-    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -271,8 +269,8 @@ def check(options: argparse.Namespace) -> None:
 
 
 def write_bytes(data: bytes) -> None:
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()
+    with log.writing(sys.stdout):
+        sys.stdout.buffer.write(data)
 
 
 def escaping(write: Callable[[bytes], object]) -> Callable[[bytes], None]:
