@@ -10,11 +10,13 @@ from pathlib import Path
 
 import gguf
 import hf_models
+import ml_dtypes
 import numpy as np
 import pytest
 from gguf_files import write_raw, write_tensors
 from jobs import run_command
 from test_command_bits import SETTINGS, SIZES, needs_mpiexec, train, write_text
+from test_export import export
 
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.commands.inspect import command as inspect_command
@@ -181,6 +183,22 @@ def test_a_safetensors_folder(tmp_path):
     assert inside(broken) == 1
     values = compare(folder, broken)["difference"]["values"]
     assert values == [pytest.approx(float(tensors["model.norm.weight"][3]), rel=1e-3), "nan"]
+
+
+@pytest.mark.parametrize(("dtype", "low"), [(ml_dtypes.bfloat16, 1e-3), (np.float32, 1e-9)])
+def test_norms_that_a_folder_stores_minus_1_are_compared_by_their_stored_bits(dtype, low, tmp_path):
+    """1 + weight rounds to the same bits in both folders. GGUF files have these norms in float32."""
+    config, folders = hf_models.CONFIGS["gemma3"], []
+    tensors = {name: array.astype(dtype) for name, array in hf_models.random_tensors(config).items()}
+    for value in (low, 1.5 * low):
+        tensors["model.norm.weight"] = np.full(24, value, dtype)
+        folders.append(hf_models.write_folder(tmp_path / str(value), config, tensors))
+    report = compare(*folders)
+    assert report["differing"] == ["output_norm.weight"]
+    assert report["difference"]["values"] == [pytest.approx(value, rel=0.01) for value in (low, 1.5 * low)]
+    export(folders[0], tmp_path / "m.gguf")
+    norms = [name for name in compare(folders[0], tmp_path / "m.gguf")["differing"] if "norm" in name]
+    assert bool(norms) == (dtype != np.float32)
 
 
 @needs_mpiexec

@@ -66,7 +66,8 @@ def tensors_of(subject: Subject) -> dict[tuple[str, str], Stored]:
 
 def side_by_side(first: Stored, second: Stored) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of chunks of equal length from the stored bytes of two tensors of equal shape and type."""
-    for a, b in zip(pieces(*first), pieces(*second), strict=True):
+    mixed = type(first[0]) is not type(second[0])
+    for a, b in zip(pieces(*first, mixed), pieces(*second, mixed), strict=True):
         yield np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
 
 

@@ -20,6 +20,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from zero_mpi.checkpoint import folders, sound
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.checkpoint.huggingface.families import Order
+from zero_mpi.checkpoint.huggingface.folder import HuggingFaceFolder, HuggingFaceTensor
 from zero_mpi.checkpoint.state import ARCHITECTURE, COUNTS, STATE, read_json
 from zero_mpi.checkpoint.tensor_file import NATIVE, TensorSpec, decode
 from zero_mpi.checkpoint.weights import WeightSource, is_adapter_file, keys_of, lora_of, open_weights
@@ -94,13 +96,24 @@ def open_subject(path: Path) -> Subject:
 # --------------------------------------------------------------------------------------- tensors, in pieces
 
 
-def pieces(source: WeightSource, spec: TensorSpec) -> Iterator[Any]:
-    """Yield the bytes of a tensor in chunks that end where blocks and digest chunks end."""
+def pieces(source: WeightSource, spec: TensorSpec, like_gguf: bool = False) -> Iterator[Any]:
+    """Yield the stored bytes of a tensor, in GGUF's order, in chunks that end where digest chunks end.
+
+    like_gguf: whether to add 1 to a folder's float32 norms that are stored minus 1; rounding may hide bits
+    """
     block, width = GGML_QUANT_SIZES[spec.type]
     step = math.lcm(sound.PIECE_BYTES, width)
     size = max(1, READ_AT_ONCE // step) * step
     if isinstance(source, GGUFFile):
         yield from source.raw_chunks(spec.name, size)
+        return
+    if (
+        isinstance(source, HuggingFaceFolder)
+        and isinstance(spec, HuggingFaceTensor)
+        and spec.order == Order.LESS_ONE
+        and not (like_gguf and spec.type == GGMLQuantizationType.F32)
+    ):
+        yield from source.weights.raw_chunks(spec.source, size)
         return
     for start in range(0, spec.size, size // width * block):  # `read` gives float32, `astype` the stored type
         values = source.read(spec.name, start, min(start + size // width * block, spec.size))
