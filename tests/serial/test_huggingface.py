@@ -172,6 +172,7 @@ REFUSED: list[tuple[str, Edit, str]] = [
     ("gemma3", {"rope_local_base_freq": 500.0}, "rope_local_base_freq: expected 10000"),
     ("gemma3", {"rope_parameters": TWO_ROPES}, "rope_theta: expected 10000"),
     ("mistral", {"sliding_window": 31}, "sliding_window: expected null or at least 32"),
+    ("mixtral", {"sliding_window": 31}, "sliding_window: expected null or at least 32"),
     ("phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected an even part .*found 3"),
     ("phi3", {"sliding_window": 31}, "sliding_window: expected null or at least 32"),
     ("phi3", {"rope_scaling": hf_models.LONGROPE | {"long_factor": [1.0]}}, "long_factor: .* 3"),

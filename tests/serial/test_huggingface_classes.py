@@ -64,6 +64,7 @@ CASES += [
     ("mistral", {"sliding_window": 32}),
     ("mistral", {"num_attention_heads": 16, "num_key_value_heads": ..., "head_dim": ..., "hidden_size": 64}),
     ("mistral", {"rope_scaling": hf_models.YARN}),
+    ("mixtral", {"sliding_window": 32}),
     ("phi3", {"sliding_window": 32}),
     ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.4}, "partial_rotary_factor": 0.7}),
     ("phi3, partial", {"rope_scaling": LONG | {"long_factor": [1.5, 2.0], "short_factor": [1.0, 1.25]}}),

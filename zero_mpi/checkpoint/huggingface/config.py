@@ -161,7 +161,7 @@ def refuse_windows(settings: Settings) -> None:
     if kinds is not None and not all_full(kinds, settings.size("num_hidden_layers")):
         raise settings.fault("layer_types", "full_attention in every layer")
     window = settings.values.get("sliding_window", 4096)
-    if settings.values.get("model_type") in ("phi3", "mistral"):
+    if settings.values.get("model_type") in ("phi3", "mistral", "mixtral"):
         context = settings.size("max_position_embeddings")
         if window is not None and settings.size("sliding_window", context) < context:
             raise settings.fault("sliding_window", f"null or at least {context} (llama.cpp has no window)")
