@@ -27,6 +27,7 @@ from test_llamacpp import (
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.weights import adapter_metadata, lora_of, open_adapter, open_merged, open_weights
 from zero_mpi.commands.export.command import command
+from zero_mpi.commands.inspect.examine import about_model
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.models.lora import TARGETS, LoRA
@@ -134,10 +135,28 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     other = write_model(tmp_path / "other.gguf", GPT, random_weights(GPT))
     with pytest.raises(UsageError, match="the model that it was trained on"):
         open_merged(other, adapter)
-    half = {name: array for name, array in weights.items() if name.endswith("lora_a")}
-    lone = write_tensors(tmp_path / "half.gguf", "llama", adapter_metadata(ALL), half)
-    with pytest.raises(UsageError, match=r"of shapes \(3, 24\) and None"):
-        open_merged(base, lone)
+    factors = {name: array for name, array in weights.items() if is_adapter(name)}
+    keys = adapter_metadata(ALL)
+    for lone in (f"blk.1.ffn_down.weight.lora_{end}" for end in "ab"):
+        half = {name: array for name, array in factors.items() if name != lone}
+        with pytest.raises(UsageError, match=r"half\.gguf: .*blk\.1\.ffn_down"):
+            open_merged(base, write_tensors(tmp_path / "half.gguf", "llama", keys, half))
+    activated = keys | {"adapter.alora.invocation_tokens": np.array([7], np.uint32)}
+    path = write_tensors(tmp_path / "activated.gguf", "llama", activated, factors)
+    with pytest.raises(UsageError, match=r"adapter\.alora\.invocation_tokens"):
+        open_merged(base, path)
+    assert "alora" in about_model(GGUFFile.open(path))["cannot_run"]
+
+
+def test_an_alpha_of_0_means_a_scale_of_1_as_in_llama_cpp(tmp_path):
+    _, weights, base, _ = written(tmp_path, LLAMA, ALL)
+    factors = {name: array for name, array in weights.items() if is_adapter(name)}
+    for alpha in (0.0, 3.0):
+        keys = adapter_metadata(replace(ALL, alpha=alpha))
+        write_tensors(tmp_path / f"{alpha}.gguf", "llama", keys, factors)
+    merged, expected = (open_merged(base, tmp_path / f"{alpha}.gguf") for alpha in (0.0, 3.0))
+    for name in merged.tensors:
+        assert merged.tensor(name).tobytes() == expected.tensor(name).tobytes()
 
 
 def test_a_folder_merged_with_an_adapter_keeps_its_tokenizer(tmp_path):

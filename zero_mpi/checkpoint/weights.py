@@ -32,6 +32,7 @@ from zero_mpi.checkpoint.tensor_file import WeightSource as WeightSource
 from zero_mpi.data import tokenizer_from_json
 from zero_mpi.data.tokenizers.added_tokens import with_tokens
 from zero_mpi.errors import FileError, UsageError
+from zero_mpi.files.foreign import show
 from zero_mpi.files.gguf_keys import ARCHITECTURE, TOKENIZER, GGUFKeys
 from zero_mpi.files.open import exists, is_folder
 from zero_mpi.models import ModelConfig
@@ -67,6 +68,7 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
 
 
 TOKENS_ADDED = "adapter.lora.added_tokens"  # key for the tokens that --add-tokens added
+ACTIVATED = "adapter.alora.invocation_tokens"  # key of adapters that only act after these tokens
 SAMPLE = 256  # number of elements per tensor in the hash that identifies weights
 
 
@@ -119,16 +121,26 @@ def is_adapter_file(file: WeightSource) -> bool:
 
 
 def lora_of(file: WeightSource) -> LoRA:
-    """Return the rank, alpha and targets of an adapter. Raise UsageError if the file is not an adapter."""
+    """Return the rank, alpha and targets of an adapter. Raise UsageError if the file is not an adapter.
+
+    An alpha of 0 in the file means a scale of 1, as in llama.cpp.
+    """
     keys = keys_of(file)
-    ranks = {spec.shape[-2:][0] for name, spec in file.tensors.items() if name.endswith(FIRST)}
+    targets, seconds = (
+        [name.removesuffix(end) for name in file.tensors if name.endswith(end)] for end in (FIRST, SECOND)
+    )
+    ranks = {file.tensors[name + FIRST].shape[-2:][0] for name in targets}
     alpha = keys.number(ALPHA, 0)
     if not is_adapter_file(file) or keys.text(KIND) != "lora" or alpha is None or len(ranks) != 1:
         raise UsageError(
             f"{file.path}: expected an adapter ({TYPE} adapter, {KIND} lora, a number {ALPHA}, one rank)"
         )
-    targets = tuple(name.removesuffix(FIRST) for name in file.tensors if name.endswith(FIRST))
-    return LoRA(ranks.pop(), float(alpha), targets)
+    if ACTIVATED in file.metadata:
+        raise UsageError(f"{file.path}: {ACTIVATED}: expected an adapter that is active at every token")
+    if lone := {*targets} ^ {*seconds}:
+        raise UsageError(f"{file.path}: expected {FIRST} and {SECOND} of {show(min(lone))}, found only one")
+    rank = ranks.pop()
+    return LoRA(rank, alpha or float(rank), tuple(targets))
 
 
 def weights_digest(source: WeightSource) -> str:

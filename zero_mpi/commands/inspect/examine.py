@@ -203,15 +203,15 @@ def about_model(source: WeightSource) -> Report:
     """Return architecture and sizes, read from the keys, and the reason if zero_mpi cannot run the model."""
     metadata, shapes = source.metadata, {name: spec.shape for name, spec in source.tensors.items()}
     arch = keys_of(source).architecture
-    if isinstance(source, GGUFFile) and is_adapter_file(source):
-        lora = lora_of(source)
-        sizes = {"adapter of rank": lora.rank, "alpha": lora.alpha, "matrices": len(lora.targets)}
-        return {"architecture": arch, "sizes": sizes, "cannot_run": None}
     keys = {name: f"{arch}.{tail}" for tail, name in SIZES.items()}
     sizes = {name: as_json(metadata[key]) for name, key in keys.items() if key in metadata}
     place, problem = str(source.path), None
     try:
-        config_from_gguf(metadata, shapes, place, source.read).check_tensors(shapes, place)
+        if isinstance(source, GGUFFile) and is_adapter_file(source):
+            lora = lora_of(source)
+            sizes = {"adapter of rank": lora.rank, "alpha": lora.alpha, "matrices": len(lora.targets)}
+        else:
+            config_from_gguf(metadata, shapes, place, source.read).check_tensors(shapes, place)
     except UsageError as error:
         problem = str(error).removeprefix(f"{place}: ")
     return {"architecture": as_json(arch), "sizes": sizes, "cannot_run": problem}
