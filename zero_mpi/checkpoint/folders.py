@@ -192,8 +192,8 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 def candidates(out: Path) -> list[Path]:
     """Return the checkpoints to resume from, in the order to try them: `latest`, then earlier steps.
 
-    A later step that was written after `latest` comes first: its job ended before it could move the link.
-    Other later steps are left out: they belong to an abandoned run. Without a link, all steps are returned,
+    Later steps are left out: they belong to an abandoned run, or, very rarely, to a job that ended before it
+    could move the link. Nothing in a copied folder tells them apart. Without a link, all steps are returned,
     the highest first. If the link does not name a checkpoint in OUT, it comes before all steps.
     """
     link, checkpoints = out / LATEST, steps(out)[::-1]
@@ -203,17 +203,7 @@ def candidates(out: Path) -> list[Path]:
     match = STEP_FOLDER.fullmatch(target.name)
     if target.parent != Path(os.path.realpath(out)) or not match:
         return [link, *(folder for _, folder in checkpoints)]
-    latest, time = int(match[1]), written_at(target)
-    later = [folder for step, folder in checkpoints if step > latest and time < written_at(folder)]
-    return [*later, out / target.name, *(folder for step, folder in checkpoints if step < latest)]
-
-
-def written_at(folder: Path) -> int:
-    """Return the time in ns at which a checkpoint's last file, optimizer.gguf, was written; 0 if missing."""
-    try:
-        return (folder / OPTIMIZER).stat().st_mtime_ns
-    except OSError:
-        return 0
+    return [out / target.name, *(folder for step, folder in checkpoints if step < int(match[1]))]
 
 
 def sync_folder(folder: Path) -> None:
