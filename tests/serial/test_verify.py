@@ -30,7 +30,7 @@ from zero_mpi.checkpoint.sound import (
     from_lines,
     signature,
 )
-from zero_mpi.commands.verify.command import command
+from zero_mpi.commands.verify.command import INCOMPLETE, command
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
 from zero_mpi.telemetry.proof import BITS, FIRST, digest_after, read_proof
@@ -419,6 +419,13 @@ def test_another_head_than_the_published_one_is_named(run, verify):
     assert verify(run, "--expect", published)[1][-1] == (
         f"no: proof.jsonl ends in {head(run)}, expected {published}"
     )
+
+
+def test_the_head_may_be_spelled_in_capitals_and_must_be_a_digest(run, verify):
+    assert verify(run, "--sample", 0, "--expect", f" {head(run).upper()}\n")[0] == INCOMPLETE
+    for text in ("", "00", head(run)[1:] + "g", head(run) + "0"):
+        with pytest.raises(UsageError, match="--expect"):
+            verify(run, "--expect", text)
 
 
 # --------------------------------------------------------------------------------------- selected segments

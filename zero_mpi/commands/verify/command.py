@@ -145,6 +145,10 @@ def read_request(arguments: Sequence[str]) -> Request:
     overrides |= {"out": os.devnull, "resume": "never", "dry_run": False}
     config = Config(**joined(read_toml(place, []), overrides))
     check(config)
+    if "expect" in flags:
+        flags["expect"] = digest = flags["expect"].strip().lower()
+        if len(digest) != 64 or not {*digest} <= {*"0123456789abcdef"}:
+            raise UsageError(f"--expect {shown(digest)}: expected a digest of 64 hexadecimal digits")
     return Request(run, config, *map(flags.get, ("from", "to", "sample", "seed", "expect")))
 
 
