@@ -72,6 +72,17 @@ def test_types_of_tensors_are_those_of_llama_cpp(line: str) -> None:
     assert {name: kind.name for name, kind in actual.items() if kind != Kind.F32} == expected
 
 
+KEPT = ["attn_norm", "attn_rel_b", "ffn_gate_inp", "position_embd", "ssm_conv1d", "shortconv.conv"]
+KEPT += ["altup_router", "laurel_l", "per_layer_model_proj"]
+KEPT += [f"time_mix_{end}" for end in ("first", "lerp_fused", "decay_w1", "w0", "v1", "a2", "g2")]
+QUANTIZED = ["attn_q", "ssm_in", "shortconv.in_proj", "time_mix_key", "time_mix_gate", "ffn_gate_exps"]
+
+
+def test_small_matrices_of_other_architectures_stay_float32_as_in_llama_cpp() -> None:
+    matrices = [part for part in KEPT + QUANTIZED if is_matrix(f"blk.0.{part}.weight", (8, 256))]
+    assert matrices == QUANTIZED
+
+
 def write(path: Path, config: ModelConfig) -> dict[str, np.ndarray]:
     rng, weights = np.random.default_rng(0), {}
     for name, param in config.params().items():

@@ -23,8 +23,11 @@ FILE_TYPES = {  # types that a file's matrices may have, and their numbers in th
 COARSE_TYPES = tuple(Kind[name.upper()] for name in FILE_TYPES if name.startswith(("q4", "q5")))
 ENDS = (EMBEDDING, HEAD)  # tensors at both ends of a model; a tied model has no separate head
 FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
-FLOAT_PARTS = ["position_embd", "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short"]
-FLOAT_PARTS += ["ffn_gate_inp"]
+FLOAT_PARTS = re.compile(  # parts of the names of tensors that llama.cpp does not quantize
+    r"norm$|altup|laurel|per_layer_model_proj|\b(position_embd|token_types|rope_freqs|rope_factors_(long|short)"
+    r"|ffn_gate_inp|ssm_conv1d|shortconv\.conv|attn_rel_b"
+    r"|time_mix_([avw][012]|g[12]|first|decay_w[12]|lerp_fused))$"
+)
 
 # Columns: name, general.file_type, type of most matrices, then exceptions PART=TYPE or PART=TYPE:CONDITION
 # (see `conditions`). v: attn_v and attn_qkv; head: output.weight or the tied embedding (default Q6_K).
@@ -122,9 +125,8 @@ def file_type(name: str) -> int:
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor is a matrix that can be quantized."""
     stem, _, last = name.rpartition(".")
-    part = stem.rpartition(".")[2]
     has_rows = last == "weight" and sum(dim > 1 for dim in shape[:-1]) > 0 and shape[-1] > 0
-    return has_rows and not part.endswith("norm") and part not in FLOAT_PARTS
+    return has_rows and not FLOAT_PARTS.search(stem)
 
 
 def types_of(
