@@ -96,9 +96,12 @@ def changed(made, folder, settings):
     return folder
 
 
+EVA = {"init_lora_weights": "eva", "eva_config": {"rho": 2.0, "tau": 0.99}}  # keeps the base weights
+
+
 def test_rslora_divides_by_the_root_of_the_rank(made, tmp_path):
     base, adapter, _ = made
-    folder = changed(made, tmp_path / "peft", {"use_rslora": True, "lora_alpha": 8 / 2**0.5})
+    folder = changed(made, tmp_path / "peft", {"use_rslora": True, "lora_alpha": 8 / 2**0.5, **EVA})
     ours, theirs = open_merged(base, adapter), open_merged(base, folder)
     for name in ours.tensors:
         np.testing.assert_allclose(theirs.tensor(name), ours.tensor(name), rtol=0, atol=1e-6)

@@ -211,9 +211,9 @@ TYPE, KIND, ALPHA = "general.type", "adapter.type", "adapter.lora.alpha"
 READ_SETTINGS = {"peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"}
 # Settings for layers, training or the base model. We ignore them: the tensors show all that we need.
 UNUSED_SETTINGS = {
-    "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out", "inference_mode",
-    "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "target_modules", "task_type",
+    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "target_modules", "task_type",
 }  # fmt: skip
 NOTHING: tuple[object, ...] = (None, False, "none", [], {})  # values of an option that is not used
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # other values change the base weights
