@@ -28,6 +28,11 @@ def named(*steps: int) -> list[str]:
     return [f"step-{step:08d}" for step in steps]
 
 
+def age(folder: Path, seconds: float) -> None:
+    for path in folder.iterdir():
+        os.utime(path, (seconds, seconds))
+
+
 def test_a_folder_that_goes_at_this_moment_has_no_entries(tmp_path, monkeypatch):
     """Another process may move a folder at any time."""
     monkeypatch.setattr(Path, "is_dir", lambda path: True)
@@ -78,8 +83,9 @@ def test_later_ones_of_another_run_are_neither_removed_nor_counted(tmp_path):
 @pytest.fixture
 def run(tmp_path) -> Path:
     for step in (1, 2, 3, 4):
-        save(tmp_path, step)
+        age(save(tmp_path, step), 1000 + step)
     folders.point(tmp_path, folders.LATEST, "step-00000003")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4}\n')
     return tmp_path
 
 
@@ -89,7 +95,15 @@ def found(out: Path) -> list[str]:
 
 DEAD = ("step-5", "step-00000006.bak", ".step-00000009.partial")
 CHANGES = {  # (change of the run, steps from which it may resume, in order)
-    "a later one of a run that went back": (lambda run: None, [3, 2, 1]),
+    "written later, the link not yet replaced": (lambda run: None, [4, 3, 2, 1]),
+    "of a run that started over": (lambda run: age(run / "step-00000004", 999.0), [3, 2, 1]),
+    "of a run that went back": (lambda run: age(run / "step-00000004", 1003.0), [3, 2, 1]),
+    "a later one lacks a file": (lambda run: (run / "step-00000004" / folders.OPTIMIZER).unlink(), [3, 2, 1]),
+    "in a copy of a run that went back": (
+        lambda run: (run / "metrics.jsonl").write_text('{"step": 3}\n'),
+        [3, 2, 1],
+    ),
+    "older ones go by step": (lambda run: age(run / "step-00000001", 5000), [4, 3, 2, 1]),
     "its owner must hear of it": (
         lambda run: [(run / name).rename(run / f"x{name}") for name in named(3, 4)],
         [3, 2, 1],

@@ -118,12 +118,12 @@ def test_a_damaged_one_is_passed_over_and_the_run_is_the_same(damage, run, data,
         assert everything(run / folder) == everything(unbroken / folder)
 
 
-def test_one_that_was_complete_before_the_link_was_replaced_is_made_again(run, data, unbroken):
-    """If a job died after a save, before it moved the link `latest`, the run resumes from the link."""
+def test_one_that_was_complete_before_the_link_was_replaced_is_gone_on_from(run, data, unbroken):
+    """If a job died after a save, before it moved the link `latest`, the run resumes from that save."""
     (run / "latest").unlink()
     (run / "latest").symlink_to(OLDER)
     printed = train(3, run, *SMALL, *data, "--steps", "5")
-    assert f"resuming from {run.resolve() / OLDER} at step 2" in printed
+    assert f"resuming from {run.resolve() / NEWEST} at step 3" in printed
     assert_same_run(run, unbroken)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from zero_mpi.errors import naming
 from zero_mpi.files.atomic import partial_of
 from zero_mpi.files.open import exists
+from zero_mpi.telemetry import metrics
 
 MODEL, ADAPTER, OPTIMIZER = "model.gguf", "adapter.gguf", "optimizer.gguf"
 AVERAGE = "ema.gguf"  # moving average of the model, or of adapters
@@ -192,9 +193,9 @@ def steps(out: Path) -> list[tuple[int, Path]]:
 def candidates(out: Path) -> list[Path]:
     """Return the checkpoints to resume from, in the order to try them: `latest`, then earlier steps.
 
-    Later steps are left out: they belong to an abandoned run, or, very rarely, to a job that ended before it
-    could move the link. Nothing in a copied folder tells them apart. Without a link, all steps are returned,
-    the highest first. If the link does not name a checkpoint in OUT, it comes before all steps.
+    A later step that was written after `latest`, and that has a record, comes first: its job ended before it
+    could move the link. Other later steps are left out: they belong to an abandoned run. Without a link, all
+    steps are returned, the highest first. If the link does not name a checkpoint in OUT, it comes before all.
     """
     link, checkpoints = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():
@@ -203,7 +204,18 @@ def candidates(out: Path) -> list[Path]:
     match = STEP_FOLDER.fullmatch(target.name)
     if target.parent != Path(os.path.realpath(out)) or not match:
         return [link, *(folder for _, folder in checkpoints)]
-    return [out / target.name, *(folder for step, folder in checkpoints if step < int(match[1]))]
+    latest, time = int(match[1]), written_at(target)
+    last = metrics.last_step(out / metrics.METRICS)  # a copied folder has other file times
+    later = [folder for step, folder in checkpoints if latest < step <= last and time < written_at(folder)]
+    return [*later, out / target.name, *(folder for step, folder in checkpoints if step < latest)]
+
+
+def written_at(folder: Path) -> int:
+    """Return the time in ns at which a checkpoint's last file, optimizer.gguf, was written; 0 if missing."""
+    try:
+        return (folder / OPTIMIZER).stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def sync_folder(folder: Path) -> None:
