@@ -124,6 +124,22 @@ def test_an_adapter_of_a_tied_head_makes_a_head_of_its_own(arch, tmp_path):
     np.testing.assert_allclose(log_softmax(logits)[-1], expected, rtol=0, atol=5e-3)
 
 
+def test_a_merged_export_copies_the_tensors_that_the_adapter_does_not_change(tmp_path):
+    """The blocks of the embedding, which contain only 1, would become others if they were quantized again."""
+    _, weights, base, adapter = written(tmp_path, replace(LLAMA, embedding_length=32), SOME)
+    file = tmp_path / "q.gguf"
+    assert command(World(0, 1), [str(base), str(file), "--type", "q8_0"]) == 0
+    raw = b"".join(GGUFFile.open(file).raw_chunks("token_embd.weight", 1000))
+    ones = b"".join(raw[at : at + 2] + b"\1" * 32 for at in range(0, len(raw), 34))
+    file.write_bytes(file.read_bytes().replace(raw, ones))
+    words = [str(file), str(tmp_path / "merged.gguf"), "--type", "q8_0", "--merge", str(adapter)]
+    assert command(World(0, 1), words) == 0
+    before, after = GGUFFile.open(file), GGUFFile.open(tmp_path / "merged.gguf")
+    for name in before.tensors:
+        old, new = (b"".join(source.raw_chunks(name, 1000)) for source in (before, after))
+        assert (old != new) == (f"{name}.lora_a" in weights), name
+
+
 def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     model, weights, base, adapter = written(tmp_path, LLAMA, ALL)
     with pytest.raises(UsageError, match=r"adapter.gguf: has rank 3 and alpha 4.5; .*--lora 3 --lora-al"):
@@ -162,9 +178,15 @@ def test_an_alpha_of_0_means_a_scale_of_1_as_in_llama_cpp(tmp_path):
 def test_a_folder_merged_with_an_adapter_keeps_its_tokenizer(tmp_path):
     _, _, base, adapter = written(tmp_path, MODELS["llama"], LoRA(2, 4.0))
     assert command(World(0, 1), [str(base), str(tmp_path / "folder")]) == 0
+    words = [str(tmp_path / "folder"), str(tmp_path / "merged.gguf"), "--merge", str(adapter)]
+    assert command(World(0, 1), words) == 0
+    keys = GGUFFile.open(tmp_path / "merged.gguf").metadata
+    assert keys["tokenizer.ggml.tokens"] == open_weights(base).metadata["tokenizer.ggml.tokens"]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "folder" / name).write_text(name)
     words = [str(tmp_path / "folder"), str(tmp_path / "merged"), "--merge", str(adapter)]
     assert command(World(0, 1), words) == 0
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("folder", "merged")]
+    assert configs[0] == configs[1]
     assert (tmp_path / "merged" / "tokenizer.json").read_text() == "tokenizer.json"
     assert (tmp_path / "merged" / "tokenizer_config.json").read_text() == "tokenizer_config.json"

@@ -175,6 +175,9 @@ class GrownWeights(WeightSource):
             if shape not in (None, (self.rows, spec.shape[1])):
                 raise UsageError(f"{base.path}: expected the model to which {self.rows} rows were added")
 
+    def changes(self, name: str) -> bool:
+        return name in (EMBEDDING, HEAD)
+
     def spec(self, name: str) -> TensorSpec:
         stem = name.removesuffix(ADDED)
         spec: TensorSpec = self.tensors[stem]
@@ -182,7 +185,7 @@ class GrownWeights(WeightSource):
 
     def fill(self, spec: TensorSpec, start: int, out: Floats) -> None:
         name = spec.name.removesuffix(ADDED)
-        if name not in (EMBEDDING, HEAD):
+        if not self.changes(name):
             self.base.read(name, start, start + out.size, out)
             return
         border = self.first * spec.shape[1]
@@ -234,7 +237,7 @@ class MergedWeights(WeightSource):
         tokens = keys_of(adapter).texts(TOKENS_ADDED)
         if tokens:
             base = GrownWeights(base.base if isinstance(base, GrownWeights) else base, tokens, adapter)
-        self._base, self._adapter, lora = base, adapter, lora_of(adapter)
+        self.base, self._adapter, lora = base, adapter, lora_of(adapter)
         self.path, self.metadata = base.path, base.metadata
         self._qat_type = keys_of(adapter).text(QAT)  # type to which training rounded the merged weights
         if self._qat_type is not None:
@@ -247,21 +250,24 @@ class MergedWeights(WeightSource):
 
     def _merged_spec(self, name: str, rank: int) -> TensorSpec:
         """Return name, shape and type of a merged tensor. Raise UsageError unless both factors fit it."""
-        spec, tensors = self._base.tensors.get(self._base_names.get(name, name)), self._adapter.tensors
+        spec, tensors = self.base.tensors.get(self._base_names.get(name, name)), self._adapter.tensors
         shapes = [tensors[name + end].shape if name + end in tensors else None for end in (FIRST, SECOND)]
         *stack, rows, width = (0, 0) if spec is None else spec.shape
         if spec is None or shapes != [(*stack, rank, width), (*stack, rows, rank)]:
             shape = "none" if spec is None else spec.shape
             raise UsageError(
                 f"{self._adapter.path}: has factors of {name} of shapes {shapes[0]} and {shapes[1]}, but "
-                f"{self._base.path} has {shape}: use the model that it was trained on"
+                f"{self.base.path} has {shape}: use the model that it was trained on"
             )
         return TensorSpec(name, spec.shape, GGMLQuantizationType.F32)
 
+    def changes(self, name: str) -> bool:
+        return name + FIRST in self._adapter.tensors
+
     def fill(self, spec: TensorSpec, start: int, out: Floats) -> None:
         name, stop = spec.name, start + out.size
-        self._base.read(self._base_names.get(name, name), start, stop, out)
-        if name + FIRST in self._adapter.tensors and stop > start:
+        self.base.read(self._base_names.get(name, name), start, stop, out)
+        if self.changes(name) and stop > start:
             with np.errstate(all="ignore"):  # the check below finds values that are not finite
                 update = self._product(name, start, stop)
                 out += update
@@ -284,6 +290,21 @@ class MergedWeights(WeightSource):
         products = [multiply(b[part], matrix) for part, matrix in zip(parts, stack, strict=True)]
         rows = self._scale * np.concatenate(products)
         return rows.reshape(-1)[start - first * width : stop - first * width]
+
+
+def folder_of(source: Any) -> HuggingFaceFolder | None:
+    """Return the Hugging Face folder whose tokenizer, if any, is the source's; None if there is none."""
+    file = source.base if isinstance(source, MergedWeights) else source
+    return file if isinstance(file, HuggingFaceFolder) else None
+
+
+def stored_in(source: Any, name: str) -> GGUFFile | None:
+    """Return the GGUF file with the bytes of a tensor; None if the tensor is computed or is not in a GGUF."""
+    while isinstance(source, GrownWeights | MergedWeights):
+        if source.changes(name):
+            return None
+        source = source.base
+    return source if isinstance(source, GGUFFile) else None
 
 
 def open_merged(path: str | os.PathLike[str], adapter: str | os.PathLike[str] | None) -> WeightSource:

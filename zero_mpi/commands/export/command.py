@@ -23,7 +23,7 @@ from zero_mpi.checkpoint import mixes, weights
 from zero_mpi.checkpoint.folders import OPTIMIZER, moved_aside, put, sync_folder
 from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
-from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL, HuggingFaceFolder
+from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL
 from zero_mpi.checkpoint.importance import read_importance
 from zero_mpi.cli.parser import Parser
 from zero_mpi.commands.export import huggingface
@@ -248,7 +248,7 @@ def open_source(path: str, as_gguf: bool, adapter: str | None) -> weights.Weight
         raise UsageError(f"{source.path}: expected a model with its architecture, found {kind}")
     if weights.is_adapter_file(source):
         raise UsageError(f"{source.path}: is an adapter: add --base with the model that it was trained on")
-    if not as_gguf or isinstance(source, HuggingFaceFolder):
+    if not as_gguf or weights.folder_of(source) is not None:
         shapes = {name: spec.shape for name, spec in source.tensors.items()}
         config_from_gguf(source.metadata, shapes, path, source.read).check_tensors(shapes, path)
     return source
@@ -284,7 +284,7 @@ def gguf_metadata(source: weights.WeightSource, file_type: str, matrix: str | No
         keys["general.quantization_version"] = np.uint32(2)
     if matrix is not None:
         keys["quantize.imatrix.file"] = matrix
-    if isinstance(source, HuggingFaceFolder):
+    if weights.folder_of(source) is not None:
         path, none = source.path / huggingface.TOKENIZER, {"tokenizer.ggml.model": "none"}
         size = source.tensors["token_embd.weight"].shape[0]
         keys |= tokenizer_from_json(path, size).metadata() if path.exists() else none

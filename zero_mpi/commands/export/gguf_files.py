@@ -22,7 +22,7 @@ from zero_mpi.checkpoint.gguf.reader import COUNT, PLACE, TOTAL, GGUFFile
 from zero_mpi.checkpoint.mixes import FLOATS
 from zero_mpi.checkpoint.parallel_write import OutputFile
 from zero_mpi.checkpoint.tensor_file import Floats
-from zero_mpi.checkpoint.weights import WeightSource
+from zero_mpi.checkpoint.weights import WeightSource, stored_in
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.ops import ggml
@@ -128,9 +128,10 @@ class Encoder:
         """Return elements [start, stop) in their new type. A GGUF tensor that has this type is copied."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
-        if isinstance(self.source, GGUFFile) and spec.type == kind:
+        file = stored_in(self.source, name)
+        if file is not None and spec.type == kind:
             raw = np.empty((stop - start) // block * nbytes, np.uint8)
-            self.source.read_bytes(name, start // block * nbytes, raw)
+            file.read_bytes(name, start // block * nbytes, raw)
             return raw.data
         label, master = f"{self.source.path}: tensor {show(name)}", f"optimizer.master.{name}"
         if self.masters is not None and master in self.masters.tensors:

@@ -25,7 +25,7 @@ from zero_mpi.checkpoint.huggingface.config import GPT2_SIZES, SIZES, score_widt
 from zero_mpi.checkpoint.huggingface.families import FAMILIES, MIXTURES, ROTARY_CLASSES, Order, RotaryClass
 from zero_mpi.checkpoint.safetensors import INDEX, SINGLE, pack_header
 from zero_mpi.checkpoint.tensor_file import CHUNK, Floats, TensorSpec
-from zero_mpi.checkpoint.weights import WeightSource, lora_of
+from zero_mpi.checkpoint.weights import WeightSource, folder_of, lora_of
 from zero_mpi.commands.export.gguf_files import encoded_pieces, in_parts
 from zero_mpi.data import KINDS, tokenizer_config, tokenizer_json
 from zero_mpi.data.conversations.chat_template import template_of
@@ -196,7 +196,8 @@ def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
     """Return the ids of bos, eos and padding; None if missing, a list if several tokens end an answer."""
     keys = GGUFKeys(source.metadata, str(source.path))
     # The keys read from a Hugging Face folder do not include its tokenizer.
-    config = source.config if isinstance(source, hf_folder.HuggingFaceFolder) else {}
+    folder = folder_of(source)
+    config = {} if folder is None else folder.config
     ids = {
         setting: config.get(setting, keys.integer(f"tokenizer.ggml.{token}_token_id"))
         for setting, token in TOKENS.items()
@@ -340,7 +341,7 @@ def write_folder(source: WeightSource, file_type: str, most: int, folder: Path) 
         write_part(folder / name, part, kind)
     write_tokenizer(source, folder)
     special = {name: config[name] for name in TOKENS if config[name] is not None}
-    if special and not isinstance(source, hf_folder.HuggingFaceFolder):
+    if special and folder_of(source) is None:
         write_json(folder / GENERATION, special)
     return {tensor.name: file_type for tensor in tensors}
 
