@@ -247,7 +247,9 @@ class Fake:
     path = Path("m.gguf")
 
     def __init__(self, source: WeightSource, **changes: Any) -> None:
-        self.metadata, self.tensors = source.metadata | changes.pop("metadata", {}), dict(source.tensors)
+        keys = source.metadata | changes.pop("metadata", {})
+        self.metadata = {key: value for key, value in keys.items() if value is not None}
+        self.tensors = dict(source.tensors)
         self.values = changes
         for name in changes:
             self.tensors[name.replace("__", ".")] = source.tensors["output_norm.weight"]
@@ -262,6 +264,7 @@ class Fake:
         ("llama", {"blk__0__attn_q__bias": 0}, "biases of attn_q "),
         ("llama", {"rope_freqs__weight": [1.0, 1.5, 2.0]}, "rope_freqs.weight is not "),
         ("llama", {"metadata": {"llama.attention.value_length": np.uint32(8)}}, "heads of q and v differ"),
+        ("mistral", {"metadata": {"llama.attention.value_length": None}}, "heads of q and v differ"),
         ("llama", {"metadata": {"general.architecture": "mamba"}}, "architecture 'mamba'"),
         ("phi3", {"metadata": {"phi3.rope.scaling.factor": np.float32(2)}}, "by keys, .*config.json of phi3"),
         ("phi3", {"metadata": {"phi3.rope.scaling.attn_factor": np.float32(2)}}, "attn_factor "),
@@ -272,6 +275,25 @@ def test_what_a_configuration_cannot_say_is_refused(tmp_path, name, changes, mes
     source = Fake(open_weights(make(tmp_path, name)), **changes)
     with pytest.raises(UsageError, match=message):
         config_json(source, "float32")
+
+
+@pytest.mark.parametrize("value", [None, np.float32(0)])
+@pytest.mark.parametrize("name", ["granite", "granitemoe"])
+def test_multipliers_that_are_zero_or_missing_get_the_value_that_is_computed(tmp_path, name, value):
+    keys = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
+    source = Fake(open_weights(make(tmp_path, name)), metadata={f"{name}.{key}": value for key in keys})
+    config = config_json(source, "float32")
+    expected = {"embedding_multiplier": 1, "residual_multiplier": 1, "logits_scaling": 1}
+    assert {key: config[key] for key in hf_models.GRANITE} == expected | {"attention_multiplier": 6**-0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("phi3", "phi3.rope.scaling.attn_factor"), ("llama, linear", "llama.rope.scaling.factor")],
+)
+def test_a_factor_of_zero_scales_nothing(tmp_path, name, key):
+    source = Fake(open_weights(make(tmp_path, name)), metadata={key: np.float32(0)})
+    assert config_json(source, "float32")["rope_scaling"] is None
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "olmoe"])

@@ -123,15 +123,15 @@ class Keys:
         """Return the integer of key ARCH.NAME; None if the key is missing."""
         return self.keys.integer(f"{self.arch}.{name}", least, MOST_SIZE)
 
-    def number(self, name: str, default: float | None = None) -> float | None:
-        """Return the number of key ARCH.NAME in a form for JSON, or `default` if the key is missing."""
+    def number(self, name: str) -> float | None:
+        """Return the number of key ARCH.NAME in a form for JSON; None if the key is missing."""
         key = f"{self.arch}.{name}"
-        return default if self.keys.number(key, 0) is None else plain(self.source.metadata[key])
+        return None if self.keys.number(key, 0) is None else plain(self.source.metadata[key])
 
-    def head_width(self) -> int:
-        """Return the number of rows of q in each head."""
+    def head_width(self, kind: str = "key") -> int:
+        """Return the number of rows of q and k (or of v: kind "value") in each head."""
         default = (self.size("embedding_length") or 0) // (self.size("attention.head_count") or 1)
-        return self.size("attention.key_length") or default
+        return self.size(f"attention.{kind}_length") or default
 
 
 def plain(value: Any) -> Any:
@@ -208,9 +208,9 @@ def special_tokens(source: WeightSource) -> dict[str, int | list[int] | None]:
 
 def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
     """Return the settings of a rotary model's class."""
-    width, base = keys.head_width(), keys.number("rope.freq_base", 10000.0) or 10000.0
-    rotary, value_width = keys.size("rope.dimension_count") or width, keys.size("attention.value_length")
-    if value_width not in (None, width) or (rotary != width and not kind.longrope):
+    width, base = keys.head_width(), keys.number("rope.freq_base") or 10000.0
+    rotary = keys.size("rope.dimension_count") or width
+    if keys.head_width("value") != width or (rotary != width and not kind.longrope):
         problem = "heads of q and v differ in width, or only part of a head is rotated"
         raise FileError(f"{keys.source.path}: {problem}, which config.json of {keys.arch} cannot express")
     scaling, from_keys = rope_scaling(keys.source, base, width), key_scaling(keys)
@@ -231,7 +231,10 @@ def rotary_settings(keys: Keys, kind: RotaryClass) -> dict[str, Any]:
         "rope_scaling": scaling,
         **former,
         **({rope.PARTIAL: math.nextafter(rotary / width, 1)} if rotary != width else {}),
-        **{name: keys.number(key, default) for key, (name, default) in kind.numbers.items()},
+        **{
+            name: keys.number(key) or (width**-0.5 if key == "attention.scale" else default)
+            for key, (name, default) in kind.numbers.items()
+        },
         **{name: keys.size(key, 0) or 0 for key, name in kind.sizes.items()},
         **window_settings(keys, kind),
         **bias_settings(keys.source, kind),
@@ -271,19 +274,18 @@ def bias_settings(source: WeightSource, kind: RotaryClass) -> dict[str, bool]:
 
 def key_scaling(keys: Keys) -> dict[str, Any] | None:
     """Return the linear or YaRN scaling that the keys describe; None if they describe none."""
-    kind, factor = keys.keys.text(f"{keys.arch}.rope.scaling.type"), keys.number("rope.scaling.factor", 1.0)
+    kind = keys.keys.text(f"{keys.arch}.rope.scaling.type")
+    factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear") or 1.0
     if kind == "yarn":
         context = keys.size("rope.scaling.original_context_length") or keys.size("context_length")
         return {"rope_type": kind, "factor": factor, rope.CONTEXT: context}
-    if factor == 1:
-        factor = keys.number("rope.scale_linear", 1.0)
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
 def longrope(keys: Keys) -> dict[str, Any] | None:
     """Return Phi 3's scaling, or None if the model has none. Raise FileError if a tensor of it is missing."""
     names = [name for name in rope.LONG_FACTORS if name in keys.source.tensors]
-    magnitude = keys.number("rope.scaling.attn_factor", 1.0)
+    magnitude = keys.number("rope.scaling.attn_factor") or 1.0
     if not names and magnitude == 1:
         return None
     if len(names) < len(rope.LONG_FACTORS):
