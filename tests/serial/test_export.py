@@ -367,7 +367,15 @@ def test_bad_usage_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, argumen
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted", "target"), [(1e6, "f16", "x.gguf"), (np.nan, "q4_0", "x.gguf"), (np.inf, "f16", "x")]
+    ("value", "wanted", "target"),
+    [
+        (1e6, "f16", "x.gguf"),
+        (np.nan, "q4_0", "x.gguf"),
+        (np.inf, "f16", "x"),
+        (3.4028235e38, "bf16", "x"),
+        (3e38, "q8_0", "x.gguf"),
+        (-3e38, "q4_1", "x.gguf"),
+    ],
 )
 def test_numbers_that_a_type_cannot_hold_are_refused(tmp_path, value, wanted, target):
     weights = weights_of(LLAMA)
@@ -376,6 +384,15 @@ def test_numbers_that_a_type_cannot_hold_are_refused(tmp_path, value, wanted, ta
     with pytest.raises(UsageError, match=r"tensor 'blk\.0\.attn_q\.weight'"):
         export(tmp_path / "m.gguf", tmp_path / target, "--type", wanted)
     assert os.listdir(tmp_path) == ["m.gguf"]
+
+
+@pytest.mark.parametrize("wanted", [name for name in FILE_TYPES if name.startswith("q")])
+def test_tiny_numbers_become_zero(tmp_path, wanted):
+    weights = weights_of(LLAMA)
+    weights["token_embd.weight"][3] *= np.float32(1e-38)
+    write_tensors(tmp_path / "m.gguf", "llama", LLAMA.metadata(), weights)
+    export(tmp_path / "m.gguf", tmp_path / "x.gguf", "--type", wanted, "--pure")
+    assert not GGUFFile.open(tmp_path / "x.gguf").tensor("token_embd.weight")[3].any()
 
 
 @pytest.mark.parametrize("target", ["x.gguf", "x"])

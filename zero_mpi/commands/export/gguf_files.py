@@ -21,11 +21,12 @@ from zero_mpi.checkpoint.gguf.index import Metadata, padded
 from zero_mpi.checkpoint.gguf.reader import COUNT, PLACE, TOTAL, GGUFFile
 from zero_mpi.checkpoint.mixes import FLOATS
 from zero_mpi.checkpoint.parallel_write import OutputFile
-from zero_mpi.checkpoint.tensor_file import Floats
+from zero_mpi.checkpoint.tensor_file import NATIVE, Floats
 from zero_mpi.checkpoint.weights import WeightSource, stored_in
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.ops import ggml
+from zero_mpi.ops.block_kinds import SCALES, finite_blocks
 
 T = TypeVar("T")
 
@@ -156,7 +157,8 @@ def check_finite(label: str, values: Floats) -> None:
 
 
 def too_large(label: str, values: Floats, kind: GGMLQuantizationType) -> FileError:
-    return FileError(f"{label}: {np.abs(values).max():g} is more than {kind.name} can hold: take bf16 or f32")
+    types = "f32" if kind.name == "BF16" else "bf16 or f32"
+    return FileError(f"{label}: {np.abs(values).max():g} is more than {kind.name} can hold: use {types}")
 
 
 def encoded_pieces(label: str, chunks: Iterable[Floats], kind: GGMLQuantizationType) -> Iterator[memoryview]:
@@ -164,8 +166,10 @@ def encoded_pieces(label: str, chunks: Iterable[Floats], kind: GGMLQuantizationT
     for chunk in chunks:
         check_finite(label, chunk)
         for start in range(0, max(chunk.size, 1), AT_ONCE):
-            try:
-                with np.errstate(over="raise"):  # raises an error on overflow, which would store infinity
-                    yield quantize(chunk[None, start : start + AT_ONCE], kind).data
-            except FloatingPointError:
-                raise too_large(label, chunk, kind) from None
+            with np.errstate(all="ignore"):  # 1 / scale overflows for tiny values, whose blocks decode to 0
+                blocks = quantize(chunk[None, start : start + AT_ONCE], kind)
+            packed = kind.name in SCALES
+            finite = finite_blocks(blocks, kind.name) if packed else np.isfinite(blocks.view(NATIVE[kind]))
+            if not finite.all():
+                raise too_large(label, chunk, kind)
+            yield blocks.data
