@@ -312,7 +312,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_what_is_there_stays_unless_forced(tmp_path):
+def test_what_is_there_stays_unless_forced(tmp_path, monkeypatch):
     source = write_model(tmp_path / "m.gguf", LLAMA)
     (tmp_path / "x.gguf").write_bytes(b"mine")
     export(source, tmp_path / "hf")
@@ -327,6 +327,10 @@ def test_what_is_there_stays_unless_forced(tmp_path):
     assert not (tmp_path / "hf" / "model.safetensors").exists()
     (tmp_path / "empty").mkdir()
     export(source, tmp_path / "empty")
+    monkeypatch.chdir(tmp_path / "hf")
+    for name in (".", "../hf"):
+        with pytest.raises(UsageError):
+            export(source, name, "--force")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "hf", "m.gguf", "x.gguf"]
 
 
