@@ -12,6 +12,9 @@ from test_command_bits import needs_mpiexec
 from zero_mpi import __version__
 from zero_mpi.cli import parser
 from zero_mpi.commands import completion, main, old_form
+from zero_mpi.commands.evaluate import task
+from zero_mpi.commands.export import command as export
+from zero_mpi.commands.generate import command as generate
 from zero_mpi.config.command_line import EVERY, FIRST, make_parser, parse
 from zero_mpi.config.settings import spelled
 from zero_mpi.data import ByteTokenizer
@@ -148,6 +151,16 @@ def test_values_that_look_like_flags_stay_values():
     with pytest.raises(UsageError, match=r"^--seed -1: expected at least 0$"):
         parse(["--seed", "-1"])
     assert parser.flag_of("-1e-3") == parser.flag_of("-") == parser.flag_of("plain") == ""
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [(export, ["model", "out", "--merge"]), (generate, ["model", "--lora"]), (task, ["model", "--lora"])],
+)
+def test_a_second_adapter_is_refused(module, arguments):
+    assert "one" in vars(module.make_parser().parse_args([*arguments, "one"])).values()
+    with pytest.raises(UsageError, match=f"{arguments[-1]} two: .* one"):
+        module.make_parser().parse_args([*arguments, "one", f"{arguments[-1]}=two"])
 
 
 def test_learning_rate_is_another_name_of_lr(tmp_path):

@@ -118,6 +118,16 @@ class Version(argparse.Action):
         parser.exit()
 
 
+class Once(argparse.Action):
+    """Action that stores the value of a flag, and refuses the flag a second time."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        first = getattr(namespace, self.dest, None)
+        if first is not None:
+            raise UsageError(f"{option_string} {shown(values)}: expected one, found also {shown(first)}")
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """Argument parser of this package. Flags cannot be abbreviated."""
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from zero_mpi import device
 from zero_mpi.checkpoint.weights import WeightSource, adapter_source, open_merged, weights_digest
-from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.parser import Once, Parser
 from zero_mpi.comm import kinds
 from zero_mpi.comm.agree import Facts
 from zero_mpi.config import inputs
@@ -96,7 +96,7 @@ def make_parser() -> Parser:
     )
     add = parser.add_argument
     add("model", metavar="PATH", help="GGUF file, checkpoint folder, or Hugging Face folder")
-    add("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
+    add("--lora", action=Once, metavar="FILE", help="adapter.gguf to apply to the model")
     add("--against", metavar="PATH", help="second model, to evaluate and compare")
     questions = (
         "multiple-choice questions or a published task (HellaSwag, ARC, PIQA, CORE, ...), as JSON lines"

@@ -25,7 +25,7 @@ from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL
 from zero_mpi.checkpoint.importance import read_importance
-from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.parser import Once, Parser
 from zero_mpi.commands.export import huggingface
 from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, plan_files
 from zero_mpi.data import tokenizer_from_json
@@ -58,7 +58,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("source", help="GGUF file, checkpoint folder, Hugging Face or PEFT folder")
     add("target", help="NAME.gguf, or folder for safetensors")
-    add("--merge", metavar="FILE", help="adapter to merge into the weights")
+    add("--merge", action=Once, metavar="FILE", help="adapter to merge into the weights")
     add("--base", metavar="PATH", help="base model, if the source is an adapter")
     add(
         "--type",

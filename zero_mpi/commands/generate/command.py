@@ -22,7 +22,7 @@ import numpy as np
 from zero_mpi import environment, ops
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.weights import open_merged, open_weights
-from zero_mpi.cli.parser import Parser
+from zero_mpi.cli.parser import Once, Parser
 from zero_mpi.config.command_line import add_settings
 from zero_mpi.config.inputs import read_model, template_inputs, tokenizer_of, with_template
 from zero_mpi.config.settings import OF_TEMPLATES
@@ -163,7 +163,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="zero-mpi generate", description=description, epilog=EXAMPLES)
     add = parser.add_argument
     add("model", help="GGUF file, checkpoint folder, or Hugging Face folder")
-    add("--lora", metavar="FILE", help="adapter.gguf to apply to the model")
+    add("--lora", action=Once, metavar="FILE", help="adapter.gguf to apply to the model")
     add("--prompt", metavar="TEXT", help="text to continue or answer (default: 'def ')")
     add("--prompts", metavar="FILE", help="file with one prompt per line; -: standard input")
     add("--chat", action="store_true", help="answer prompts, using the model's chat template")
