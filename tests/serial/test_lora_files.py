@@ -162,6 +162,9 @@ def test_an_adapter_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"adapter\.alora\.invocation_tokens"):
         open_merged(base, path)
     assert "alora" in about_model(GGUFFile.open(path))["cannot_run"]
+    (tmp_path / "run" / "latest").mkdir(parents=True)
+    with pytest.raises(UsageError, match=f"{tmp_path}/run: .*{tmp_path}/run/latest"):
+        open_merged(base, tmp_path / "run")
 
 
 def test_an_alpha_of_0_means_a_scale_of_1_as_in_llama_cpp(tmp_path):

@@ -63,8 +63,13 @@ def open_weights(path: str | os.PathLike[str]) -> WeightSource:
             "with --lora (generate), --merge (export) or --lora-init (train); export --base MODEL converts "
             "only the adapter"
         )
+    raise unsuitable(folder, f"{MODEL}, or {CONFIG} with safetensors,")
+
+
+def unsuitable(folder: Path, expected: str) -> FileError:
+    """Return the error of a folder without the expected files, with a hint if it is a run folder."""
     hint = f"; it is a run folder: use {folder / LATEST}" if exists(folder / LATEST) else ""
-    raise FileError(f"{folder}: expected {MODEL}, or {CONFIG} with safetensors, in this folder{hint}")
+    return FileError(f"{folder}: expected {expected} in this folder{hint}")
 
 
 TOKENS_ADDED = "adapter.lora.added_tokens"  # key for the tokens that --add-tokens added
@@ -113,7 +118,10 @@ def adapter_source(path: str | os.PathLike[str], base: Metadata) -> WeightSource
         return GGUFFile.open(path)
     if exists(Path(path) / PEFT_CONFIG):
         return PeftFolder.open(path, base)
-    return GGUFFile.open(folders.weights_in(Path(path)))
+    file = folders.weights_in(Path(path))
+    if not exists(file):
+        raise unsuitable(Path(path), f"{ADAPTER} or {PEFT_CONFIG}")
+    return GGUFFile.open(file)
 
 
 def is_adapter_file(file: WeightSource) -> bool:
