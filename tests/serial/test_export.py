@@ -204,6 +204,19 @@ def test_rules_of_a_tokenizer_go_along_and_a_gguf_brings_a_warning(tmp_path):
     assert run("hf", "x.gguf", cwd=tmp_path)[::2] == (0, "")
 
 
+def test_a_tokenizer_that_does_not_go_along_brings_a_warning(tmp_path, capsys):
+    config = hf_models.CONFIGS["llama"]
+    hf_models.write_folder(tmp_path / "hf", config, hf_models.random_tensors(config))
+    export(tmp_path / "hf", tmp_path / "plain.gguf")
+    assert capsys.readouterr().err == ""
+    (tmp_path / "hf" / "tokenizer.model").touch()
+    write_model(tmp_path / "sp.gguf", LLAMA, {"tokenizer.ggml.model": "llama"})
+    for source, target, named in (("hf", "m.gguf", "hf/tokenizer.model"), ("sp.gguf", "back", "sp.gguf")):
+        export(tmp_path / source, tmp_path / target)
+        err = capsys.readouterr().err
+        assert (err.count("\n"), named in err) == (1, True)
+
+
 def test_named_templates_of_a_folder_go_along(tmp_path):
     """Transformers reads the same templates from the folder, a copy, and a copy made through GGUF."""
     transformers = pytest.importorskip("transformers")

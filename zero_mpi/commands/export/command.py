@@ -7,10 +7,9 @@ next to TARGET, flushed to disk and renamed, so TARGET is never incomplete.
 import os
 import re
 import shutil
-import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ from zero_mpi.checkpoint.gguf.index import CHECKPOINT_ID
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.checkpoint.huggingface.folder import CONFIG, PEFT_CONFIG, PEFT_MODEL
 from zero_mpi.checkpoint.importance import read_importance
+from zero_mpi.checkpoint.tensor_file import Metadata
 from zero_mpi.cli.parser import Once, Parser
 from zero_mpi.commands.export import huggingface
 from zero_mpi.commands.export.gguf_files import Encoder, PlannedFile, create, fill, plan_files
@@ -33,6 +33,7 @@ from zero_mpi.data.tokenizers.huggingface_rules import rules_in_words
 from zero_mpi.errors import UsageError, naming, writing
 from zero_mpi.files.atomic import partial_of
 from zero_mpi.files.foreign import show, shown
+from zero_mpi.files.gguf_keys import GGUFKeys
 from zero_mpi.files.open import is_file, is_folder, refusing
 from zero_mpi.launch.world import World, run
 from zero_mpi.models import config_from_gguf
@@ -177,9 +178,8 @@ def prepare(options: Namespace, warns: bool) -> Export:
     if not as_gguf:
         return Export(target, options.type, write=write)
     encoder, keys = encoder_of(source, options), gguf_metadata(source, options.type, options.imatrix)
-    if warns and (rules := rules_in_words(keys)):
-        text = f"llama.cpp does not follow the tokenizer's {rules}: it may tokenize some text differently"
-        print(f"zero_mpi export: warning: {text}", file=sys.stderr)
+    for text in cautions(keys, source.path) if warns else ():
+        huggingface.warn(text)
     most = None if options.split_size is None else size_of("--split-size", options.split_size)
     kinds = {name: kind.name.lower() for name, kind in encoder.kinds.items()}
     export = Export(target, options.type, kinds, plan_files(encoder, keys, target, most), encoder)
@@ -291,6 +291,16 @@ def gguf_metadata(source: weights.WeightSource, file_type: str, matrix: str | No
         size = source.tensors["token_embd.weight"].shape[0]
         keys |= tokenizer_from_json(path, size).metadata() if path.exists() else none
     return keys | huggingface.ends_of(keys, str(source.path))[1]
+
+
+def cautions(keys: Metadata, path: Path) -> Iterator[str]:
+    """Yield warnings about the tokenizer in the keys of a GGUF; `path`: the source."""
+    if rules := rules_in_words(keys):
+        yield f"llama.cpp does not follow the tokenizer's {rules}: it may tokenize some text differently"
+    file = next((path / name for name in ("vocab.json", "tokenizer.model") if is_file(path / name)), None)
+    if file is not None and GGUFKeys(keys).tokenizer is None:
+        ways = "make a tokenizer.json with transformers, or convert the folder with llama.cpp"
+        yield f"{file}: only a tokenizer.json is read, so the GGUF has no tokenizer: {ways}"
 
 
 def remove(path: Path) -> None:

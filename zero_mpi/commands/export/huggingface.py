@@ -7,6 +7,7 @@ their elements in the order of that format. A model that the settings cannot des
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -365,12 +366,19 @@ def write_tokenizer(source: WeightSource, folder: Path) -> None:
     if keys.tokenizer == "gpt2":
         write_json(folder / TOKENIZER, tokenizer_json(keys.metadata, keys.place))
         write_json(folder / TOKENIZER_CONFIG, tokenizer_config(keys.metadata, keys.place))
-    elif keys.tokenizer is None and os.path.isdir(source.path):
+    elif keys.tokenizer is not None:
+        problem = f"has the tokenizer {show(keys.tokenizer)}, for which no tokenizer.json is written"
+        warn(f"{keys.place}: {problem}: copy the tokenizer's files of the original model into the folder")
+    elif os.path.isdir(source.path):
         templates = sorted(path.name for path in (source.path / MORE_TEMPLATES).glob("*.jinja"))
         for name in [*COPIED_FILES, *(f"{MORE_TEMPLATES}/{template}" for template in templates)]:
             if os.path.isfile(source.path / name):
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_to_disk(folder / name, read_file(source.path / name, expected="a tokenizer's file"))
+
+
+def warn(text: str) -> None:
+    print(f"zero_mpi export: warning: {text}", file=sys.stderr)
 
 
 def write_json(path: Path, content: Any) -> None:
