@@ -226,11 +226,6 @@ class GrownWeights(WeightSource):
         return (total / self.first).astype(np.float32)
 
 
-def gguf_of(source: Any) -> GGUFFile | None:
-    file = source.base if isinstance(source, GrownWeights) else source
-    return file if isinstance(file, GGUFFile) else None
-
-
 def tokens_of(source: Any) -> list[str]:
     return source.tokens if isinstance(source, GrownWeights) else []
 
@@ -306,8 +301,9 @@ def folder_of(source: Any) -> HuggingFaceFolder | None:
     return file if isinstance(file, HuggingFaceFolder) else None
 
 
-def stored_in(source: Any, name: str) -> GGUFFile | None:
-    """Return the GGUF file with the bytes of a tensor; None if the tensor is computed or is not in a GGUF."""
+def gguf_of(source: Any, name: str = "") -> GGUFFile | None:
+    """Return the GGUF file under a source; None if there is none, or if it does not hold the tensor `name`
+    as the source returns it."""
     while isinstance(source, GrownWeights | MergedWeights):
         if source.changes(name):
             return None

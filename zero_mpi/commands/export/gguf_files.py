@@ -22,7 +22,7 @@ from zero_mpi.checkpoint.gguf.reader import COUNT, PLACE, TOTAL, GGUFFile
 from zero_mpi.checkpoint.mixes import FLOATS
 from zero_mpi.checkpoint.parallel_write import OutputFile
 from zero_mpi.checkpoint.tensor_file import NATIVE, Floats
-from zero_mpi.checkpoint.weights import WeightSource, stored_in
+from zero_mpi.checkpoint.weights import WeightSource, gguf_of
 from zero_mpi.errors import FileError
 from zero_mpi.files.foreign import show
 from zero_mpi.ops import ggml
@@ -129,7 +129,7 @@ class Encoder:
         """Return elements [start, stop) in their new type. A GGUF tensor that has this type is copied."""
         spec, kind = self.source.tensors[name], self.kinds[name]
         block, nbytes = GGML_QUANT_SIZES[kind]
-        file = stored_in(self.source, name)
+        file = gguf_of(self.source, name)
         if file is not None and spec.type == kind:
             raw = np.empty((stop - start) // block * nbytes, np.uint8)
             file.read_bytes(name, start // block * nbytes, raw)
