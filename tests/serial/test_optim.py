@@ -9,9 +9,11 @@ import pytest
 
 from zero_mpi.comm import SerialComm
 from zero_mpi.compat.module import ShardedModule
-from zero_mpi.compat.optimizer import ShardedAdamW
+from zero_mpi.compat.optimizer import ShardedAdamW, ShardedOptimizer
 from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
 from zero_mpi.nn.layer import DRAW_BLOCK, initial_values
+from zero_mpi.optim.rule import AdamW, Rule
+from zero_mpi.sharding.precision import BF16, FP16
 from zero_mpi.sharding.strategy import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.4}
@@ -40,7 +42,8 @@ def make_module(strategy=FULL_SHARD, **options) -> ShardedModule:
 def accumulate_gradients(module: ShardedModule, number: int) -> None:
     rng = np.random.default_rng(number)
     y = module.forward(rng.integers(301, size=(2, 5)))
-    module.backward(rng.standard_normal(y.shape).astype(np.float32) * 10.0 ** rng.uniform(-2, 1))
+    dy = rng.standard_normal(y.shape).astype(np.float32) * 10.0 ** rng.uniform(-2, 1)
+    module.backward(dy.astype(y.dtype))
     module.sync_gradients()
 
 
@@ -219,6 +222,33 @@ def test_a_gradient_that_is_not_finite_skips_the_step(way, bad):
         assert not each.step(max_norm=1.0).skipped
     assert state_bytes(optimizer) == state_bytes(untroubled)
     assert (optimizer.steps, optimizer.skipped) == (2, 1)
+
+
+class Signs(Rule):
+    type, states = "signs", ()
+
+    def update(self, part, lr, grad_scale, step):
+        np.subtract(part.parameters, np.float32(lr) * np.sign(part.gradients), out=part.parameters)
+
+
+class Halved(AdamW):
+    def update(self, part, lr, grad_scale, step):
+        super().update(part, lr, grad_scale, step)
+        np.multiply(part.parameters, np.float32(0.5), out=part.parameters)
+
+
+@every_way
+@pytest.mark.parametrize("precision", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("rule", [Signs(), Halved()], ids=["signs", "halved"])
+def test_layers_read_what_a_rule_of_ones_own_has_updated(way, precision, rule):
+    module, tokens = make_module(**way, precision=precision), np.arange(10).reshape(2, 5)
+    optimizer, before = ShardedOptimizer(module, rule, lr=0.1), module.forward(tokens)
+    accumulate_gradients(module, 0)
+    optimizer.step()
+    after = module.forward(tokens)
+    module.load_state_dict(module.state_dict())
+    assert np.array_equal(after, module.forward(tokens))
+    assert not np.array_equal(after, before)
 
 
 LARGE = Param((3, DRAW_BLOCK), std=0.05)  # three blocks of random numbers

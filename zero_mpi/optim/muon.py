@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from zero_mpi import device, ops
+from zero_mpi import ops
 from zero_mpi.device.arrays import Scalar, namespace
 from zero_mpi.device.types import Array
 from zero_mpi.optim.rule import MatrixRule, Part
@@ -111,8 +111,6 @@ class Muon(MatrixRule):
         chunks = part.parameters.reshape(len(part.decay), -1)
         chunks *= (1.0 - lr * part.decay)[:, None].astype(np.float32)
         chunks -= part.gradients.reshape(chunks.shape)  # `direct` has multiplied by the learning rate
-        if part.low is not None:
-            device.in_use().copy(part.low, part.parameters)
 
 
 def norm(x: Array) -> Scalar:

@@ -23,7 +23,7 @@ from zero_mpi.comm import AllOf, Handle
 from zero_mpi.comm.agree import Facts, agreed
 from zero_mpi.device.types import Array
 from zero_mpi.optim.offload import HostState, Offload, make_offload
-from zero_mpi.optim.rule import MatrixRule, Part, Rule
+from zero_mpi.optim.rule import AdamW, MatrixRule, Part, Rule
 from zero_mpi.sharding.module import ShardedModule, ShardedUnit
 from zero_mpi.telemetry import spans
 
@@ -176,6 +176,8 @@ class ShardedOptimizer:
                 for unit in self.units:
                     for part, rate, rule in self._parts(unit, lr):
                         rule.update(part, rate, scale, self.steps)
+                        if part.low is not None and type(rule).update is not AdamW.update:
+                            device.in_use().copy(part.low, part.parameters)
                     if self.ema is not None:
                         ops.moving_average(self.average[unit.name], unit.updated[0], self.ema)
                 if self._offload is not None and self._offload.masters:

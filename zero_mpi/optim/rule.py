@@ -21,7 +21,8 @@ class Part:
     parameters, gradients   float32 (fp64: float64); gradients are not yet multiplied by `grad_scale`
     states   name -> array of the same type
     decay    (chunks,) float64: weight decay of each of the part's chunks of equal length
-    low      output: parameters rounded to the compute dtype; None if layers read `parameters`
+    low      parameters rounded to the compute dtype, written by AdamW, and by the optimizer after other rules;
+             None if layers read `parameters`
     """
 
     parameters: Array
@@ -124,14 +125,9 @@ class Rounded(Rule):
 
     def begin(self, part: Part) -> None:
         part.states[MASTER][...] = part.parameters
-        self._round(part)
+        round_to(self.kind, part.states[MASTER], part.parameters)
 
     def update(self, part: Part, lr: float, grad_scale: float, step: int) -> None:
         sub_part = replace(part, parameters=part.states[MASTER], low=None)
         self.rule.update(sub_part, lr, grad_scale, step)
-        self._round(part)
-
-    def _round(self, part: Part) -> None:
         round_to(self.kind, part.states[MASTER], part.parameters)
-        if part.low is not None:
-            part.low[...] = part.parameters
