@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 
 import misfits
 import ml_dtypes
@@ -10,9 +11,10 @@ import pytest
 import tiny
 from jobs import run_job
 
-from zero_mpi import SerialComm, ShardedAdamW, UsageError, ops, save
+from zero_mpi import SerialComm, ShardedAdamW, UsageError, cross_entropy, ops, save
 from zero_mpi.checkpoint.gguf.reader import GGUFFile
 from zero_mpi.compat.accumulation import GradAccum
+from zero_mpi.nn import CrossEntropy
 from zero_mpi.ops import low_precision, reference
 from zero_mpi.ops.block_kinds import BLOCK_KINDS
 from zero_mpi.ops.registry import OPERATIONS, VERSIONS, definitions
@@ -325,6 +327,16 @@ def test_a_step_that_overflows_is_left_out_and_halves_the_scale():
     assert not math.isfinite(result.grad_norm)
     assert module.loss_scale.exponent == 99
     assert tiny.digest(module.state_dict()) == before
+
+
+def test_a_loss_that_is_a_function_keeps_small_gradients_in_fp16():
+    config, norms = tiny.MODELS["llama"], []
+    x, targets = tiny.micro_batch(0, 0, config)
+    for criterion in (partial(cross_entropy, targets=targets, scale=1e-6), CrossEntropy(targets, 1e-6)):
+        module = tiny.make(SerialComm(), config, precision=FP16)
+        GradAccum(module, 1).accumulate(x, criterion)
+        norms.append(module.gradient_norm())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
 SMALL = "--layers 1 --dim 16 --heads 2 --context 16 --batch-size 4 --sample 0 --eval-windows 4 --warmup 2"

@@ -105,9 +105,9 @@ class LossScale:
         return self.exponent if self.dynamic else None
 
     def times(self, dy: Array) -> Array:
-        """Return a gradient times the factor, which may exceed the range of the gradient's type."""
+        """Return a gradient times the factor in float16, whose range it may exceed."""
         with np.errstate(over="ignore", invalid="ignore"):
-            return (dy.astype(np.float32) * np.float32(self.factor)).astype(dy.dtype)
+            return (dy.astype(np.float32) * np.float32(self.factor)).astype(FLOAT16)
 
     def update(self, finite: bool) -> None:
         """Adapt the factor after a step; `finite`: whether the gradient norm of the step was finite."""

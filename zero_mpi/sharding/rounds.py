@@ -77,7 +77,7 @@ class Accumulator:
         """Run one round: forward, loss and backward of this rank's micro-batch. Return its loss. Collective.
 
         A rank without a micro-batch in this round passes None and gets None. `criterion` maps the output to
-        (loss, gradient), both scaled by 1 over the tokens of the full step.
+        (loss, gradient), both scaled by 1 over the tokens of the full step; in fp16 the output is float32.
         """
 
         def work(contributors: int, last: bool) -> Scalar | None:
@@ -87,7 +87,8 @@ class Accumulator:
             output, loss, dy = self.module.forward(x, training=True), None, None
             if criterion is not None and x is not None:
                 with spans.during(spans.COMPUTE, "loss"):
-                    loss, dy = criterion(output)
+                    wide = output.astype(np.float32) if self.module.loss_scale.dynamic else output
+                    loss, dy = criterion(wide)  # not in fp16, in which the unscaled gradient would vanish
             self.module.backward(dy, contributors=contributors, last=last)
             return loss
 
