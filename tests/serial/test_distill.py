@@ -31,11 +31,37 @@ def records(*rows):
 def test_the_divergence_has_a_known_value():
     student = np.log([[0.4, 0.3, 0.05, 0.1, 0.1, 0.05]]).astype(np.float32)
     loss = Distilled(np.array([0]), 1.0, records(([0, 1, 2], [0.5, 0.2, 0.1])), 1.0, 1.0, 6)
-    total, slopes = loss.divergence(student, np.array([0]), np.array([True]), loss.records)
+    total, slopes = loss.divergence(student, np.array([True]), loss.records)
     assert total == pytest.approx(0.055164761828624655, rel=1e-6)
     others = np.array([0.1, 0.1, 0.05]) * (0.25 - 0.2) / 0.25
     np.testing.assert_allclose(slopes, [[-0.1, 0.1, -0.05, *others]], atol=1e-7)
     assert slopes.sum() == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize("gap", [10, 16, 18, 20, 24])
+def test_a_confident_student_has_finite_differences_as_slopes(gap):
+    z = np.random.default_rng(0).standard_normal(400).astype(np.float32) * 0.1
+    z[[7, 3, 5]] = gap + 7, gap + 2, gap
+    loss = Distilled(np.array([0]), 1.0, records(([3, 7, 5], [0.05, 0.9, 0.049])), 1.0, 1.0, 400)
+    total, slopes = loss.divergence(z[None], np.array([True]), loss.records)
+    ids, logp, rest = (loss.records[0][name].astype(np.longdouble) for name in ("ids", "logp", "rest"))
+    others = np.setdiff1d(np.arange(400), [3, 5, 7])
+
+    def divergence(z):
+        shares = np.exp(z - z.max())
+        shares /= shares.sum()
+        terms = np.exp(logp) * (logp - np.log(shares[ids.astype(int)]))
+        return terms.sum() + np.exp(rest) * (rest - np.log(shares[others].sum()))
+
+    def slope(names, wide=z.astype(np.longdouble)):
+        step = np.zeros(400, np.longdouble)
+        step[names] = 1e-5
+        return float((divergence(wide + step) - divergence(wide - step)) / 2e-5)
+
+    assert total[()] == pytest.approx(float(divergence(z.astype(np.longdouble))), rel=1e-5)
+    np.testing.assert_allclose(slopes[0, [3, 5, 7]], [slope(i) for i in (3, 5, 7)], atol=2e-6)
+    assert slopes[0, others].sum() == pytest.approx(slope(others), rel=1e-4)
+    np.testing.assert_allclose(slopes[0, others[:3]], [slope(i) for i in others[:3]], rtol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])

@@ -133,23 +133,25 @@ class Distilled(CrossEntropy):
             indices = to_device(rows[part])
             z, saved = head.forward(p, flat[indices])
             hard, dz = ops.cross_entropy(z, targets[part], (1 - self.weight) * self.scale * factor)
-            soft, slopes = self.divergence(z, targets[part], to_device(mask[part]), records[part])
+            soft, slopes = self.divergence(z, to_device(mask[part]), records[part])
             slopes *= self.weight * self.scale * factor
             dz += slopes
             loss = loss + hard / factor + soft * self.weight * self.scale
             dx[indices] = head.backward(p, saved, dz.astype(z.dtype, copy=False), g)
         return loss, dx.reshape(x.shape)
 
-    def divergence(self, z: Any, targets: Any, mask: Any, records: Array) -> tuple[Any, Any]:
+    def divergence(self, z: Any, mask: Any, records: Array) -> tuple[Any, Any]:
         """Return the summed divergence for logits (n, V), and its gradient (n, V)."""
         xp, to_device = namespace(z), device.in_use().from_host
         rows = xp.arange(len(z))[:, None]
         ids, logp, rest = (to_device(np.ascontiguousarray(records[name])) for name in ("ids", "logp", "rest"))
         ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
-        share = ops.cross_entropy(self.cool(z), targets, 1.0)[1].astype(np.float32, copy=False)
-        share[rows[:, 0], targets] += 1  # the softmax, from the gradient of the cross-entropy
+        first = ids[rows[:, 0], z[rows, ids].astype(np.float32).argmax(axis=-1)]  # the student's first choice
+        share = ops.cross_entropy(self.cool(z), first, 1.0)[1].astype(np.float32, copy=False)
+        share[rows[:, 0], first] += 1  # the softmax, from the gradient of the cross-entropy
         student, teacher = share[rows, ids].astype(np.float64), exps(logp)
-        remainder = xp.maximum(LEAST, 1 - student.sum(axis=-1))
+        share[rows, ids] = 0  # what remains is summed, because 1 - student.sum() would cancel
+        remainder = xp.maximum(LEAST, share.sum(axis=-1, dtype=np.float64))
         terms = (teacher * (logp - logs(xp.maximum(LEAST, student)))).sum(axis=-1)
         terms += exps(rest) * (rest - logs(remainder))
         share *= ((remainder - exps(rest)) / remainder)[:, None].astype(np.float32)
