@@ -4,7 +4,19 @@ import numpy as np
 import pytest
 import tiny
 
-from zero_mpi import DDP, NO_SHARD, SerialComm, ShardedAdamW, ShardedLinear, clip_grad_norm, cross_entropy
+from zero_mpi import (
+    DDP,
+    NO_SHARD,
+    GradAccum,
+    Rule,
+    SerialComm,
+    ShardedAdamW,
+    ShardedLinear,
+    ShardedOptimizer,
+    clip_grad_norm,
+    cross_entropy,
+)
+from zero_mpi.sharding.precision import BF16
 from zero_mpi.sharding.strategy import STRATEGIES
 
 CONFIG = tiny.MODELS["llama"]
@@ -28,6 +40,33 @@ def test_state_dict_goes_out_and_in(exact, strategy):
     stages, inner = module.into_inner()
     assert stages is module.module
     assert same(inner, whole_state(seed=5))
+
+
+class Anchored(Rule):
+    """Pulls parameters back to their initial values, divided by two."""
+
+    type, states = "anchored", ("anchor",)
+
+    def begin(self, part):
+        np.divide(part.parameters, np.float32(2), out=part.parameters)
+        part.states["anchor"][...] = part.parameters
+
+    def update(self, part, lr, grad_scale, step):
+        part.parameters[...] = part.states["anchor"]
+
+
+@strategies
+def test_a_rule_begins_once_before_the_first_update(exact, strategy):
+    module = tiny.make(exact, CONFIG, strategy, precision=BF16)
+    optimizer, accum, state = ShardedOptimizer(module, Anchored()), GradAccum(module, 5), whole_state()
+    for step in range(3):
+        tiny.run_step(module, accum, CONFIG, step, 5)
+        optimizer.step()
+    assert same(module.state_dict(), {name: array / 2 for name, array in state.items()})
+    x, _ = tiny.micro_batch(0, 0, CONFIG)
+    before = module.forward(x, training=False)
+    module.load_state_dict(module.state_dict())
+    assert np.array_equal(module.forward(x, training=False), before)
 
 
 @strategies

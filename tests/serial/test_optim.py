@@ -10,10 +10,10 @@ import pytest
 from zero_mpi.comm import SerialComm
 from zero_mpi.compat.module import ShardedModule
 from zero_mpi.compat.optimizer import ShardedAdamW, ShardedOptimizer
-from zero_mpi.nn import Embedding, LayerNorm, Linear, Param, Stage
+from zero_mpi.nn import Embedding, Experts, LayerNorm, Linear, Param, Stage
 from zero_mpi.nn.layer import DRAW_BLOCK, initial_values
 from zero_mpi.optim.rule import AdamW, Rule
-from zero_mpi.sharding.precision import BF16, FP16
+from zero_mpi.sharding.precision import BF16, FP16, FP32, FP64
 from zero_mpi.sharding.strategy import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.4}
@@ -291,5 +291,48 @@ def test_step_on_params_by_name_counts_the_steps_of_each_name():
     assert (q == r).all()
     late.step_on_params([r], [g])
     assert (p == r).all()
-    with pytest.raises(ValueError, match="not those of the first call"):
-        early.step_on_params({"p": np.ones(3, np.float32)}, {"p": np.ones(3, np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("x", "dx"),
+    [
+        (np.ones(3, np.float32), np.ones(3, np.float32)),
+        (np.ones((1, 2), np.float32), np.ones((1, 2), np.float32)),
+        (np.ones(2, np.float32), np.ones(2)),
+        (np.ones(2), np.ones(2)),
+        (np.frombuffer(bytes(8), np.float32), np.ones(2, np.float32)),
+        (np.ones(4, np.float32)[::2], np.ones(2, np.float32)),
+        (np.ones(2, np.float16), np.ones(2, np.float16)),
+    ],
+    ids=["size", "shape", "types", "another type", "read-only", "strided", "float16"],
+)
+def test_step_on_params_refuses_arrays_before_it_updates_any(x, dx):
+    optimizer, p, q = ShardedAdamW(make_module(), **OPTIONS), *np.ones((2, 2), np.float32)
+    g = np.ones(2, np.float32)
+    optimizer.step_on_params({"q": q}, {"q": g})
+    with pytest.raises(ValueError, match="step_on_params"):
+        optimizer.step_on_params({"p": p, "q": x}, {"p": g, "q": dx})
+    assert (p == 1).all()
+
+
+@pytest.mark.parametrize("precision", [FP32, FP64], ids=["fp32", "fp64"])
+def test_step_on_params_updates_shards_as_step_does(precision):
+    scales = {"lr_scale": {"*_exps*": 0.1}, "decay_scale": {"*_up_exps.weight": 3, "out.bias": 1}}
+    results = []
+    for by_hand in (False, True):
+        experts, head = Experts("blk.0", 32, 32, 8, 2, normalized=True), Linear("out", 32, 3, bias=True)
+        stages = [Stage("blk.0", experts), Stage("out", head)]
+        module = ShardedModule(stages, SerialComm(), bucket_mb=0.004, precision=precision)
+        module.initialize(seed=3)
+        optimizer = ShardedAdamW(module, **OPTIONS, **scales)
+        x = np.random.default_rng(0).standard_normal((2, 5, 32)).astype(precision.compute)
+        module.backward(np.ones_like(module.forward(x)))
+        if by_hand:
+            module.sync_gradients()
+            optimizer.step_on_params(dict(module.named_parameters()), dict(module.named_gradients()))
+            module.broadcast_updated_params()
+        else:
+            optimizer.step()
+        results.append({name: array.tobytes() for name, array in module.state_dict().items()})
+    assert len(dict(module.named_parameters())) > len(module.params)
+    assert results[0] == results[1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,9 +20,20 @@ from zero_mpi.optim import optimizer as engine
 from zero_mpi.optim.optimizer import States, StepResult, bytes_of, check_scales, clip_factor
 from zero_mpi.optim.rule import AdamW, MatrixRule, Part, Rule
 from zero_mpi.sharding.parameters import NONE
+from zero_mpi.sharding.precision import FLOAT32, FLOAT64
 
 Key = str | int  # key of a user's array: its name, or its index in the list
 Arrays = Mapping[str, Array] | Sequence[Array]
+PART = re.compile(r"\[\d+:\d+\]$")  # end of the name of a part of stacked parameters
+
+
+@dataclass
+class ArrayState:
+    """Optimizer states, shape, dtype and step count of an array that the user passes to `step_on_params`."""
+
+    states: States
+    kind: tuple[tuple[int, ...], Any]
+    steps: int = 0
 
 
 class ShardedOptimizer(engine.ShardedOptimizer):
@@ -78,11 +91,12 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         lr = None if lr is None else number("step: lr", lr, least=0)
         check_max_norm("step", max_norm)
         self.module.check_gradients("step")
+        if not self.steps + self.skipped:
+            self.begin()
         return super().step(lr, max_norm)
 
     @cached_property
-    def _array_states(self) -> dict[Key, tuple[States, int]]:
-        """States and step counts of arrays that the user passes to `step_on_params`."""
+    def _array_states(self) -> dict[Key, ArrayState]:
         return {}
 
     def step_on_params(self, params: Arrays, grads: Arrays, lr: float | None = None) -> None:
@@ -98,32 +112,39 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         arrays, gradients = arrays_by_key("params", params), arrays_by_key("grads", grads)
         self._check_arrays(arrays, gradients)
         for key, p in arrays.items():
-            rule, zeros = self.rule_of(str(key)), device.in_use().zeros
-            states, steps = self._array_states.get(key) or ({name: zeros(p.size) for name in rule.states}, 0)
-            self._array_states[key] = states, steps + 1
-            param = self.module.params.get(str(key))
-            decays = p.ndim >= 2 if param is None else param.decays
-            decay, rate = np.array([self.weight_decay * decays]), lr * self.rate_factor(str(key))
-            rule.update(Part(p.reshape(-1), gradients[key].reshape(-1), states, decay), rate, 1.0, steps + 1)
+            name, zeros = PART.sub("", str(key)), device.in_use().zeros
+            rule, param = self.rule_of(name), self.module.params.get(name)
+            if key not in self._array_states:
+                states = {state: zeros(p.size, p.dtype) for state in rule.states}
+                self._array_states[key] = ArrayState(states, kind_of(p))
+            kept = self._array_states[key]
+            kept.steps += 1
+            decays = self.decay_factor(name, p.ndim >= 2 if param is None else param.decays)
+            decay = np.array([self.weight_decay * decays])
+            part = Part(p.reshape(-1), gradients[key].reshape(-1), kept.states, decay)
+            if kept.steps == 1:
+                rule.begin(part)
+            rule.update(part, lr * self.rate_factor(name), 1.0, kept.steps)
 
     def _check_arrays(self, params: Mapping[Key, Array], grads: Mapping[Key, Array]) -> None:
         """Raise ValueError unless all arrays can be updated."""
-        if any(isinstance(self.rule_of(str(key)), MatrixRule) for key in params):
+        if any(isinstance(self.rule_of(PART.sub("", str(key))), MatrixRule) for key in params):
             raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
-        shapes = {key: p.shape for key, p in params.items()}
-        if shapes != {key: g.shape for key, g in grads.items()}:
-            raise ValueError(f"step_on_params: parameters have shapes {shapes}, but gradients have others")
-        if not all(p.flags.c_contiguous for p in params.values()):
-            raise ValueError("step_on_params: parameters must be contiguous to be updated in place")
-        indices = [key for key in self._array_states if isinstance(key, int)]
+        kinds = {key: kind_of(p) for key, p in params.items()}
+        if kinds != {key: kind_of(g) for key, g in grads.items()}:
+            raise ValueError(f"step_on_params: parameters are {kinds}, but gradients are others")
+        if not {kind for _, kind in kinds.values()} <= {FLOAT32, FLOAT64}:
+            raise ValueError(f"step_on_params: expected float32 or float64, got {kinds}")
+        if not all(p.flags.c_contiguous and getattr(p.flags, "writeable", True) for p in params.values()):
+            raise ValueError("step_on_params: parameters must be contiguous and writable")
+        kept = {key: state.kind for key, state in self._array_states.items()}
+        indices = [key for key in kept if isinstance(key, int)]
         mismatch = indices and 0 in params and len(indices) != len(params)
-        for key, (states, _) in self._array_states.items():
-            sizes = {state.size for state in states.values()}
-            if mismatch or (key in params and not sizes <= {params[key].size}):
-                raise ValueError("step_on_params: the arrays are not those of the first call")
+        if mismatch or kept | kinds != kinds | kept:
+            raise ValueError("step_on_params: the arrays are not those of the first call")
 
     def memory_bytes(self) -> int:
-        return super().memory_bytes() + sum(bytes_of(states) for states, _ in self._array_states.values())
+        return super().memory_bytes() + sum(bytes_of(kept.states) for kept in self._array_states.values())
 
 
 class ShardedAdamW(ShardedOptimizer):
@@ -167,6 +188,10 @@ def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
     """Raise ValueError for an invalid `max_norm`; with infinity, the norm is only measured."""
     if (max_norm is not None or required) and max_norm != math.inf:
         number(f"{what}: max_norm", max_norm, above=0)
+
+
+def kind_of(x: Array) -> tuple[tuple[int, ...], Any]:
+    return tuple(x.shape), x.dtype
 
 
 def arrays_by_key(what: str, arrays: Any) -> dict[Key, Array]:

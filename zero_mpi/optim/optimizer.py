@@ -79,12 +79,12 @@ class ShardedOptimizer:
 
         self._offload = agreed(module.comm, f"this {label}", prepare)
         self.module, self.rules = module, dict(rules)
-        self.lr, self.weight_decay, self._scales = float(lr), float(weight_decay), scales["lr_scale"]
+        self.lr, self.weight_decay, self._scales = float(lr), float(weight_decay), scales
         self._rules_by_name: dict[str, Rule] = {}  # so that patterns are not matched in every step
         self.steps = self.skipped = 0
         self.units = [unit for unit in module.units if unit.unit.trainable]
         self.check_units()
-        self._rates = {unit.name: self._rates_of(unit, scales["decay_scale"]) for unit in self.units}
+        self._rates = {unit.name: self._rates_of(unit) for unit in self.units}
         self.states = self._make_states()
         self.ema, zeros = ema, device.in_use().zeros
         self.average: dict[str, Array] = {}  # moving averages by unit, zeros until `averages` is called
@@ -110,13 +110,16 @@ class ShardedOptimizer:
         return rule
 
     def rate_factor(self, name: str) -> float:
-        return value_of(self._scales, name, 1.0)
+        return value_of(self._scales["lr_scale"], name, 1.0)
+
+    def decay_factor(self, name: str, decays: bool) -> float:
+        return value_of(self._scales["decay_scale"], name, float(decays))
 
     def _is_directed(self, unit: ShardedUnit) -> bool:
         """Return whether a unit's rules need full matrices (`MatrixRule.direct` runs on their owners)."""
         return isinstance(self.rule_of(next(iter(unit.unit.params))), MatrixRule)
 
-    def _rates_of(self, unit: ShardedUnit, scales: Mapping[str, float]) -> tuple[Array, list[Segment]]:
+    def _rates_of(self, unit: ShardedUnit) -> tuple[Array, list[Segment]]:
         """Return each updated chunk's decay factor, (chunks,) float64, and segments of equal rate and rule.
 
         Rates rarely differ, so a unit has few segments. An element's update does not depend on the segments.
@@ -126,7 +129,7 @@ class ShardedOptimizer:
         decays, updates = list[float](), list[tuple[float, Rule]]()
         for name, param in full.params.items():
             count = full.chunks(name)
-            decays += [value_of(scales, name, float(param.decays))] * count
+            decays += [self.decay_factor(name, param.decays)] * count
             updates += [(self.rate_factor(name), self.rule_of(name))] * count
         segments, start = list[Segment](), 0
         for (factor, rule), group in groupby(updates[chunks]):
