@@ -21,8 +21,8 @@ class Part:
     parameters, gradients   float32 (fp64: float64); gradients are not yet multiplied by `grad_scale`
     states   name -> array of the same type
     decay    (chunks,) float64: weight decay of each of the part's chunks of equal length
-    low      parameters rounded to the compute dtype, written by AdamW, and by the optimizer after other rules;
-             None if layers read `parameters`
+    low      parameters rounded to the compute dtype, or None if layers read `parameters`; AdamW writes it,
+             and the optimizer writes it after other rules
     """
 
     parameters: Array
