@@ -50,7 +50,7 @@ def test_sizes_of_updates():
 
 def test_fused_matrices_and_experts_are_matrices_of_their_own():
     gradient = np.random.default_rng(3).standard_normal((24, 8))
-    rule = Muon(parts={"*attn_qkv*": (12, 6, 6)})
+    rule = Muon(parts={"*": (20, 4), "*attn_qkv*": (12, 6, 6)})  # the last match is used
     fused = directed(rule, gradient, flat(gradient * 0), name="blk.0.attn_qkv.weight")
     for rows in (slice(0, 12), slice(12, 18), slice(18, 24)):
         single = directed(Muon(), gradient[rows], flat(gradient[rows] * 0))
@@ -99,6 +99,12 @@ def test_whole_matrices_and_rules_go_together():
         ShardedOptimizer(module, {"*": AdamW(), "blk.*.weight": Muon()})
     with pytest.raises(ValueError, match="pattern"):
         ShardedOptimizer(module, {"blk.*": AdamW()})
+    with pytest.raises(ValueError, match=r"'blk\.7\.\*'"):
+        ShardedOptimizer(module, {"*": AdamW(), "blk.7.*": AdamW()})
+    whole = ShardedModule(stages, SerialComm(), whole=["blk.0.attn_q.weight"])
+    for rows in [(8,), (1000, 8), (), (-8, 16)]:
+        with pytest.raises(ValueError, match=r"blk\.0\.attn_q\.weight: "):
+            ShardedOptimizer(whole, {"*": AdamW(), "blk.0.attn_q.weight": Muon(parts={"*attn_q*": rows})})
     with pytest.raises(ValueError, match="matches no parameter"):
         ShardedModule(stages, SerialComm(), whole=["blk.7.none"])
     with pytest.raises(ValueError, match="by_rows"):

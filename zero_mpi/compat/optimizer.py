@@ -17,7 +17,8 @@ from zero_mpi.compat.module import ShardedModule
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
 from zero_mpi.optim import optimizer as engine
-from zero_mpi.optim.optimizer import States, StepResult, bytes_of, check_scales, clip_factor
+from zero_mpi.optim.muon import Muon
+from zero_mpi.optim.optimizer import States, StepResult, bytes_of, check_pattern, check_scales, clip_factor
 from zero_mpi.optim.rule import AdamW, MatrixRule, Part, Rule
 from zero_mpi.sharding.parameters import NONE
 from zero_mpi.sharding.precision import FLOAT32, FLOAT64
@@ -29,7 +30,7 @@ PART = re.compile(r"\[\d+:\d+\]$")  # end of the name of a part of stacked param
 
 @dataclass
 class ArrayState:
-    """Optimizer states, shape, dtype and step count of an array that the user passes to `step_on_params`."""
+    """States, (shape, dtype) and step count of an array that the user passes to `step_on_params`."""
 
     states: States
     kind: tuple[tuple[int, ...], Any]
@@ -57,9 +58,10 @@ class ShardedOptimizer(engine.ShardedOptimizer):
     def check(self, module: Any, rules: Any, settings: Mapping[str, Any]) -> None:
         """Raise ValueError for invalid arguments, and UsageError for arguments that exclude each other."""
         label, offload, ema = type(self).__name__, settings["offload"], settings["ema"]
+        trained = [name for name in module.params if module.is_trainable(name)]
         instance("rules", rules, Mapping, "a Rule such as AdamW(), or a mapping of name patterns to rules")
         for pattern, rule in rules.items():
-            instance("rules", pattern, str, "name patterns")
+            check_pattern("rules", pattern, trained or module.params)
             instance(f"rules: {pattern}", rule, Rule, "a Rule such as AdamW()")
         if ema is not None:
             number(f"{label}: ema", ema, above=0, below=1)
@@ -67,7 +69,6 @@ class ShardedOptimizer(engine.ShardedOptimizer):
                 raise UsageError(f"{label}: ema={ema} excludes offload={offload!r}: leave one of them out")
         for name in ("lr", "weight_decay"):
             number(f"{label}: {name}", settings[name], least=0)
-        trained = [name for name in module.params if module.is_trainable(name)]
         for name in ("lr_scale", "decay_scale"):
             check_scales(f"{label}: {name}", settings[name], trained)
         if offload != NONE and any(isinstance(rule, MatrixRule) for rule in rules.values()):
@@ -85,6 +86,9 @@ class ShardedOptimizer(engine.ShardedOptimizer):
                         f"rules: {self.rule_of(name).type} needs full matrices; {name} is not one: create "
                         "the module with whole=[patterns of the matrices], and use another rule for the rest"
                     )
+                rule = self.rule_of(name)
+                if isinstance(rule, Muon):
+                    rule.rows_of(name, param.shape)
 
     def step(self, lr: float | None = None, max_norm: float | None = None) -> StepResult:
         """Update the parameters by the module's gradients, then clear the gradients. Collective."""
@@ -116,7 +120,7 @@ class ShardedOptimizer(engine.ShardedOptimizer):
             rule, param = self.rule_of(name), self.module.params.get(name)
             if key not in self._array_states:
                 states = {state: zeros(p.size, p.dtype) for state in rule.states}
-                self._array_states[key] = ArrayState(states, kind_of(p))
+                self._array_states[key] = ArrayState(states, (p.shape, p.dtype))
             kept = self._array_states[key]
             kept.steps += 1
             decays = self.decay_factor(name, p.ndim >= 2 if param is None else param.decays)
@@ -130,9 +134,9 @@ class ShardedOptimizer(engine.ShardedOptimizer):
         """Raise ValueError unless all arrays can be updated."""
         if any(isinstance(self.rule_of(PART.sub("", str(key))), MatrixRule) for key in params):
             raise ValueError(f"step_on_params: {self.type} needs full matrices of the module: use step")
-        kinds = {key: kind_of(p) for key, p in params.items()}
-        if kinds != {key: kind_of(g) for key, g in grads.items()}:
-            raise ValueError(f"step_on_params: parameters are {kinds}, but gradients are others")
+        kinds, others = ({key: (x.shape, x.dtype) for key, x in each.items()} for each in (params, grads))
+        if kinds != others:
+            raise ValueError(f"step_on_params: parameters are {kinds}, but gradients {others}")
         if not {kind for _, kind in kinds.values()} <= {FLOAT32, FLOAT64}:
             raise ValueError(f"step_on_params: expected float32 or float64, got {kinds}")
         if not all(p.flags.c_contiguous and getattr(p.flags, "writeable", True) for p in params.values()):
@@ -188,10 +192,6 @@ def check_max_norm(what: str, max_norm: Any, *, required: bool = False) -> None:
     """Raise ValueError for an invalid `max_norm`; with infinity, the norm is only measured."""
     if (max_norm is not None or required) and max_norm != math.inf:
         number(f"{what}: max_norm", max_norm, above=0)
-
-
-def kind_of(x: Array) -> tuple[tuple[int, ...], Any]:
-    return tuple(x.shape), x.dtype
 
 
 def arrays_by_key(what: str, arrays: Any) -> dict[Key, Array]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy as np
 from zero_mpi import ops
 from zero_mpi.device.arrays import Scalar, namespace
 from zero_mpi.device.types import Array
+from zero_mpi.optim.optimizer import value_of
 from zero_mpi.optim.rule import MatrixRule, Part
 from zero_mpi.sharding.unit import QUANTUM
 
@@ -85,13 +85,19 @@ class Muon(MatrixRule):
         else:
             gradient[...] = momentum
         stack = gradient[: math.prod(shape)].reshape(-1, *shape[-2:])
-        fused = (rows for pattern, rows in self.parts.items() if fnmatchcase(name, pattern))
-        rows = next(fused, shape[-2:-1])
+        rows = self.rows_of(name, shape)
         for full in stack:
             for part, end in zip(rows, np.cumsum(rows).tolist(), strict=True):
                 matrix = full[end - part : end]
                 matrix[...] = self.orthogonal(matrix)
                 matrix *= np.float32(lr * SCALES[self.scale](*matrix.shape))
+
+    def rows_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the rows of each matrix in a parameter; raise ValueError unless their sum is its rows."""
+        rows = value_of(self.parts, name, shape[-2:-1])
+        if min(rows, default=0) < 1 or sum(rows) != shape[-2]:
+            raise ValueError(f"Muon: parts: {name}: expected rows with the sum {shape[-2]}, got {rows}")
+        return rows
 
     def orthogonal(self, matrix: Array) -> Array:
         """Return a matrix with the singular vectors of `matrix` and singular values near 1."""

@@ -277,12 +277,17 @@ def value_of(values: Mapping[str, T], name: str, otherwise: T) -> T:
     return matches[-1] if matches else otherwise
 
 
+def check_pattern(what: str, pattern: Any, trained: Collection[str]) -> None:
+    """Raise ValueError unless a name pattern matches a trained parameter."""
+    instance(what, pattern, str, "name patterns")
+    if not any(fnmatchcase(name, pattern) for name in trained):
+        few = ", ".join(list(trained)[:3])
+        raise ValueError(f"{what}: {pattern!r} matches no trained parameter; names are like {few}")
+
+
 def check_scales(what: str, scales: Any, trained: Collection[str]) -> dict[str, float]:
     """Return factors by pattern; raise ValueError for invalid factors and patterns without a match."""
     instance(what, scales, Mapping, "a mapping of name patterns to numbers")
     for pattern in scales:
-        instance(what, pattern, str, "name patterns")
-        if not any(fnmatchcase(name, pattern) for name in trained):
-            few = ", ".join(list(trained)[:3])
-            raise ValueError(f"{what}: {pattern!r} matches no trained parameter; names are like {few}")
+        check_pattern(what, pattern, trained)
     return {pattern: number(f"{what}: {pattern}", x, least=0) for pattern, x in scales.items()}
