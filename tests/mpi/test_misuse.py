@@ -16,11 +16,13 @@ from zero_mpi import (
     DDP,
     FULL_SHARD,
     NO_SHARD,
+    AdamW,
     GradAccum,
     MPIComm,
     Partition,
     ShardedAdamW,
     ShardedModule,
+    ShardedOptimizer,
     Strategy,
     clip_grad_norm,
     cross_entropy,
@@ -142,6 +144,8 @@ USES = {
     "shards size": (lambda k: k.module.update_shards(np.zeros(1)), "update_shards: expected a flat array of"),
     "name": (lambda k: k.module.all_gather_param("w"), "parameter 'w' is not known"),
     "prefetch twice": (lambda k: [k.module.prefetch_forward_params() for _ in range(2)], "already started"),
+    "names: a text": (lambda k: k.module.initialize(0, "output.weight"), r"names: .*output\.weight"),
+    "names: a typo": (lambda k: k.module.initialize(0, ["output.wieght"]), r"names: .*output\.wieght"),
     "targets shape": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS[0]), r"\(2, 4\), got \(4,"),
     "targets above": (lambda k: cross_entropy(np.ones((2, 4, 7)), TOKENS), "targets from 0 to 6.*got 0 to 7"),
     "scale nan": (lambda k: cross_entropy(np.ones((2, 4, 16)), TOKENS, np.nan), "scale: .*got nan"),
@@ -220,6 +224,16 @@ DIFFERENT = {
 def test_ranks_that_differ_all_learn_of_it(comm, case):
     call, message = DIFFERENT[case]
     fails(comm, partial(call, comm), f"the ranks differ in .*: rank {ODD} on .* has .*{message}.*, ranks? 0")
+
+
+@several
+def test_rules_with_functions_do_not_differ(comm):
+    rule = AdamW()
+    vars(rule)["schedule"] = lambda step: 1 / step
+    module = ShardedModule(MODEL.stages(), comm)
+    ShardedOptimizer(module, rule)
+    vars(rule)["schedule"] = mine(len, abs)
+    fails(comm, lambda: ShardedOptimizer(module, rule), "schedule abs")
 
 
 @several

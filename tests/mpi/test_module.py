@@ -70,18 +70,20 @@ def test_a_rule_begins_once_before_the_first_update(exact, strategy):
 
 
 @strategies
-def test_named_parameters_and_shard_info_tell_who_owns_what(exact, strategy):
-    module, full = tiny.make(exact, CONFIG, strategy), whole_state()
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_named_parameters_and_shard_info_tell_who_owns_what(exact, strategy, by_rows):
+    module, full = tiny.make(exact, CONFIG, strategy, by_rows=by_rows), whole_state()
     infos = module.shard_info()
     assert list(infos) == list(module.params)
     owned = dict(module.named_parameters())
     for name, info in infos.items():
         assert info.full_shape == full[name].shape
-        part = full[name].reshape(-1)[info.offset : info.offset + info.size]
-        assert np.array_equal(owned.get(name, np.empty(0)), part)
+        assert info.by_rows == (by_rows and not strategy.buckets)
+        part = (full[name] if info.by_rows else full[name].reshape(-1))[info.offset : info.offset + info.size]
+        assert np.array_equal(owned.get(name, np.empty(0)), part.reshape(-1))
     sizes = exact.allgather_object({name: info.size for name, info in infos.items()})
     for name, array in full.items():
-        assert sum(rank[name] for rank in sizes) == array.size
+        assert sum(rank[name] for rank in sizes) == (len(array) if infos[name].by_rows else array.size)
 
 
 def test_what_was_gathered_before_parameters_change_is_dropped(exact):

@@ -69,7 +69,8 @@ def alike(
     """
 
     def spelled(prepared: tuple[T, Facts] | None) -> dict[str, str]:
-        return {name: str(value) for name, value in prepared[1].items()} if prepared else {}
+        facts = prepared[1] if prepared else {}
+        return {name: str(getattr(value, "__qualname__", value)) for name, value in facts.items()}
 
     def digest(prepared: tuple[T, Facts] | None) -> str:
         return hashlib.sha256(repr(spelled(prepared)).encode()).hexdigest()

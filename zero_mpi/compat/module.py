@@ -89,7 +89,8 @@ class ShardedModule(engine.ShardedModule):
         instance("ShardedModule: precision", config.precision, Precision, "a Precision such as FP32")
         prefetch = whole_number("ShardedModule: prefetch", config.prefetch, least=0)
         bucket_mb = number("ShardedModule: bucket_mb", config.bucket_mb, above=0)
-        config = replace(config, prefetch=prefetch, bucket_mb=bucket_mb, by_rows=bool(config.by_rows))
+        by_rows = bool(config.by_rows) and not config.strategy.buckets
+        config = replace(config, prefetch=prefetch, bucket_mb=bucket_mb, by_rows=by_rows)
         stages = list_of_stages(stages)
         params = stage_params(stages)
         if not params:
@@ -207,6 +208,9 @@ class ShardedModule(engine.ShardedModule):
     # ------------------------------------------------------------------------------------- parameters
 
     def load_slices(self, read: engine.Read, names: Collection[str] | None = None) -> None:
+        wrong = [names] if isinstance(names, str) else [x for x in names or () if x not in self.params]
+        if wrong:
+            raise ValueError(f"names: expected a list of names of parameters, got {some(wrong)}")
         super().load_slices(read, names)
         self.unfilled.difference_update(self.params if names is None else names)
 
