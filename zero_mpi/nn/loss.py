@@ -146,9 +146,9 @@ class Distilled(CrossEntropy):
         rows = xp.arange(len(z))[:, None]
         ids, logp, rest = (to_device(np.ascontiguousarray(records[name])) for name in ("ids", "logp", "rest"))
         ids, logp, rest = ids.astype(np.int64), logp.astype(np.float64), rest.astype(np.float64)
-        first = ids[rows[:, 0], z[rows, ids].astype(np.float32).argmax(axis=-1)]  # the student's first choice
-        share = ops.cross_entropy(self.cool(z), first, 1.0)[1].astype(np.float32, copy=False)
-        share[rows[:, 0], first] += 1  # the softmax, from the gradient of the cross-entropy
+        best = ids[rows[:, 0], z[rows, ids].astype(np.float32).argmax(axis=-1)]  # by the student's logits
+        share = ops.cross_entropy(self.cool(z), best, 1.0)[1].astype(np.float32, copy=False)
+        share[rows[:, 0], best] += 1  # the softmax, from the gradient of the cross-entropy
         student, teacher = share[rows, ids].astype(np.float64), exps(logp)
         share[rows, ids] = 0  # what remains is summed, because 1 - student.sum() would cancel
         remainder = xp.maximum(LEAST, share.sum(axis=-1, dtype=np.float64))
