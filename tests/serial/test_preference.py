@@ -3,6 +3,7 @@
 import json
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,15 +13,17 @@ from corpora import load_corpus
 
 from zero_mpi import FULL_SHARD, SerialComm, ShardedModule
 from zero_mpi.arguments import UNCOUNTED
+from zero_mpi.config.command_line import parse
 from zero_mpi.data.conversations.formats import BadRows, one_pair
 from zero_mpi.data.conversations.tokenized import ConversationReader
 from zero_mpi.data.documents import Document, stream_of
-from zero_mpi.data.packing import PairWindows, mismatched
+from zero_mpi.data.packing import PairWindows
 from zero_mpi.errors import FileError, UsageError
 from zero_mpi.models.lora import FROZEN, LoRA
 from zero_mpi.nn.loss import PartLosses
 from zero_mpi.nn.preference import PREFERENCES, Preference
 from zero_mpi.train.objective import PairStep, as_input
+from zero_mpi.train.resolve import fitted
 
 VALUES = {  # (loss, d loss / d C); log-likelihoods C = -12, R = -15 of 6 and 5 tokens; reference -13, -14.5
     ("dpo", 0.1, 0.0): (0.6209570477895321, -0.04625701546562505),
@@ -239,6 +242,17 @@ def test_a_loss_and_its_data_belong_together(rows, loss, tmp_path):
         corpus(tmp_path, rows, loss)
 
 
+@pytest.mark.parametrize("rows", [[FORMS[2][0]], [FORMS[5][0]], [FORMS[5][0], FORMS[0][0], FORMS[6][0]]])
+def test_the_default_context_is_as_long_as_the_longest_row(rows, tmp_path):
+    data, config = corpus(tmp_path, rows, "kto"), parse(["--init", "m.gguf", "--data", "x", "--loss", "kto"])
+    model = SimpleNamespace(embedding_length=8, context_length=999)
+    spec = SimpleNamespace(config=config, model=model, default_names={*config.default_names})
+    config, loader, _ = fitted(spec, data)
+    assert loader.windows.pieces.cut == 0
+    longest = max(int(loader.windows.sequences([n])[2].sum()) for n in range(len(loader.windows)))
+    assert config.context == longest
+
+
 @pytest.mark.parametrize("packs", [True, False])
 def test_both_sides_of_a_pair_are_in_one_window_cut_alike(packs):
     windows = PairWindows(sides((3, 2, 1), (5, 3, 30), (2, 1, 2), (4, None, 3)), 24, packs)
@@ -260,16 +274,38 @@ def test_both_sides_of_a_pair_are_in_one_window_cut_alike(packs):
 def test_mismatched_prompts_have_answers_to_others_in_as_much_room():
     windows = PairWindows(sides((3, 2, 1), (1, 3, 4), (2, 1, 2)), 40)
     pairs = windows.pairs([0])
-    mixed = mismatched(pairs)
+    mixed = windows.mismatched([0])
     used = [(each.batch.begins != np.arange(40)).sum() for each in (pairs, mixed)]
     assert used[0] == used[1]
-
-    def text(each, n):
-        (row, span), ids = each.spans[n], each.batch
-        first = int(np.argmax(ids.targets[row, span] >= 0))
-        return ids.inputs[row, span][: first + 1].tolist(), ids.targets[row, span][first:].tolist()
 
     before = {0: 5, 2: 0, 4: 2, 1: 4, 3: 1, 5: 3}  # sequence -> sequence whose answer it gets
     for n in range(6):
         assert text(mixed, n) == (text(pairs, n)[0], text(pairs, before[n])[1])
     assert as_input(mixed.batch).ids.shape == (1, 40)
+
+
+def text(each, n):
+    (row, span), ids = each.spans[n], each.batch
+    first = int(np.argmax(ids.targets[row, span] >= 0))
+    return ids.inputs[row, span][: first + 1].tolist(), ids.targets[row, span][first:].tolist()
+
+
+@pytest.mark.parametrize(("context", "packs"), [(24, False), (12, False), (12, True), (17, True)])
+def test_a_prompt_never_has_an_answer_to_itself(context, packs):
+    """An answer that is alone in its window, or beside only its own pair, gets another row's."""
+    stream = sides((3, None, 2), (4, 5, None), (2, 6, 1), (3, 3, 8), (1, 2, None))
+    windows = PairWindows(stream, context, packs)
+    everything = np.arange(len(windows))
+    pairs, mixed = windows.pairs(everything), windows.mismatched(everything)
+    answers = {int(n): text(pairs, place)[1] for place, n in enumerate(pairs.numbers)}
+    assert mixed.numbers.tolist() == [*answers]
+    for place, n in enumerate(mixed.numbers):
+        prompt, answer = text(mixed, place)
+        assert prompt == text(pairs, place)[0]
+        sources = {m // 2 for m in answers if answer and answers[m][: len(answer)] == answer}
+        assert sources - {n // 2}, "it is the answer of another row"
+    assert all(span.stop <= context for _, span in mixed.spans)
+    for index in everything:  # the micro-batch has no effect
+        single = windows.mismatched([index])
+        row = [place for place, (row, _) in enumerate(mixed.spans) if row == index]
+        assert [text(single, n) for n in range(len(row))] == [text(mixed, n) for n in row]

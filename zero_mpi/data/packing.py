@@ -206,6 +206,15 @@ class PairBatch(NamedTuple):
     spans: list[tuple[int, slice]]
     rest: Places
 
+    def members(self, row: int) -> list[int]:
+        """Return the indices of the sequences in a row."""
+        return [n for n, (at, _) in enumerate(self.spans) if at == row]
+
+    def answers(self) -> list[slice]:
+        """Return the columns of each answer's targets."""
+        starts = (int(np.argmax(self.batch.targets[place] != UNCOUNTED)) for place in self.spans)
+        return [slice(span.start + n, span.stop) for n, (_, span) in zip(starts, self.spans, strict=True)]
+
 
 class PairWindows(PackedWindows):
     """Windows that hold full pairs. The two sides of a pair are documents that do not attend to each other.
@@ -251,29 +260,38 @@ class PairWindows(PackedWindows):
         spans = zip(rows.tolist(), columns.tolist(), (columns + sizes).tolist(), strict=True)
         return PairBatch(batch, self._numbers[pieces], [(row, slice(a, b)) for row, a, b in spans], rest)
 
+    def mismatched(self, indices: ArrayLike) -> PairBatch:
+        """Return `pairs` with other answers (see `mismatched`), which may come from each next window."""
+        windows = np.asarray(indices, np.int64)
+        return mismatched(self.pairs(windows), self.pairs((windows + 1) % len(self)))
 
-def mismatched(pairs: PairBatch) -> PairBatch:
-    """Return a micro-batch in which each prompt is followed by another answer of its row, if there is one.
 
-    The answers of a row rotate by one, in an order with better before worse sides. Rows keep their lengths.
+def mismatched(pairs: PairBatch, others: PairBatch) -> PairBatch:
+    """Return a micro-batch in which each prompt is followed by an answer of another row of the data.
+
+    The answers of a window rotate by one, in an order with better before worse sides. Where this gives an
+    answer of the prompt's own row, an answer in the same row of `others` replaces it, cut to the free space.
     """
-    source = pairs.batch
-    inputs, targets = np.zeros_like(source.inputs), np.full_like(source.targets, UNCOUNTED)
-    begins, spans = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1)), list[tuple[int, slice]]()
-    answers = [  # the columns of each answer's targets
-        slice(span.start + int(np.argmax(source.targets[row, span] != UNCOUNTED)), span.stop)
-        for row, span in pairs.spans
-    ]
+    shape, spans = pairs.batch.inputs.shape, list[tuple[int, slice]]()
+    inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED)
+    begins, answers, spare = np.tile(np.arange(shape[1]), (shape[0], 1)), pairs.answers(), others.answers()
     for row in range(len(inputs)):
-        members = [n for n, (at, _) in enumerate(pairs.spans) if at == row]
+        members, lenders = pairs.members(row), others.members(row)
         order, column = sorted(members, key=lambda n: int(pairs.numbers[n]) % 2), 0
-        for n in members:
+        free = shape[1] - pairs.spans[members[-1]][1].stop
+        for place, n in enumerate(members):
             prompt = slice(pairs.spans[n][1].start, answers[n].start + 1)
-            answer = answers[order[order.index(n) - 1]]
+            source, index = pairs.batch, order[order.index(n) - 1]
+            answer = answers[index]
+            if pairs.numbers[index] // 2 == pairs.numbers[n] // 2:
+                source, free = others.batch, free + answer.stop - answer.start
+                answer = spare[lenders[place % len(lenders)]]
+                answer = slice(answer.start, min(answer.stop, answer.start + free))
+                free -= answer.stop - answer.start
             first = column + answers[n].start - prompt.start  # column of the first target
             stop = first + answer.stop - answer.start
             targets[row, first:stop] = source.targets[row, answer]
-            inputs[row, column : first + 1] = source.inputs[row, prompt]
+            inputs[row, column : first + 1] = pairs.batch.inputs[row, prompt]
             inputs[row, first + 1 : stop] = source.inputs[row, answer][1:]
             begins[row, column:stop] = column
             spans.append((row, slice(column, stop)))

@@ -16,7 +16,7 @@ from zero_mpi.arguments import UNCOUNTED
 from zero_mpi.config.inputs import fingerprint
 from zero_mpi.data import Batch, Corpus, EvalLoader, HeldOut, PackedWindows, StepLoader, Tokenizer, Windows
 from zero_mpi.data.documents import Stream
-from zero_mpi.data.packing import PairBatch, PairWindows, mismatched
+from zero_mpi.data.packing import PairBatch, PairWindows
 from zero_mpi.data.teacher_file import open_teacher
 from zero_mpi.device.types import Array
 from zero_mpi.errors import UsageError
@@ -134,14 +134,14 @@ class PairStep(StepLoss):
         return [Segment(row, span, targets) for row, span in pairs.spans for targets in kinds]
 
     def measure(
-        self, module: ShardedModule, read: Callable[[PairBatch], PairBatch], adapted: bool = True
+        self, module: ShardedModule, read: Callable[[PairWindows, Array], PairBatch], adapted: bool = True
     ) -> Floats:
         """Return the sums (S, K) under the current model, with adapters or without. Collective."""
         width = self._sums.shape[1]
 
         def compute(i: int, losses: Array) -> None:
             module.comm.meter.beat()
-            pairs = read(self.windows.pairs(self.batches[i]))
+            pairs = read(self.windows, self.batches[i])
             sums = module.losses(as_input(pairs.batch), SequenceLoss(self._segments(pairs)), adapted=adapted)
             for place, value in enumerate(sums, self.places[i].start * width):
                 losses[place] = value
@@ -198,7 +198,7 @@ class PreferenceObjective(Objective):
         self.preference, self.keeps = preference, preference.has_reference and not adapted
         self._windows = cast(PairWindows, loader.windows)
         self._data = [self._windows, *(cast(PairWindows, each.windows) for each in data.loaders.values())]
-        self._pairings = (unchanged, mismatched) if preference.is_unpaired else (unchanged,)
+        self._pairings = [PairWindows.pairs, PairWindows.mismatched][: 1 + preference.is_unpaired]
         self._references: dict[int, Floats] = {}  # id of a PairWindows -> log-probabilities
 
     def keep(self) -> Floats:
@@ -221,7 +221,7 @@ class PreferenceObjective(Objective):
 
     def held_out(self, loader: EvalLoader) -> tuple[float, Figures]:
         step = self._with_reference(cast(PairWindows, loader.windows), loader.batches())
-        sums = step.measure(self.module, unchanged)
+        sums = step.measure(self.module, PairWindows.pairs)
         return step.loss(slice(None), sums)[0], step.figures(sums.ravel().tolist())
 
     def _with_reference(self, windows: PairWindows, batches: Sequence[Array]) -> PairStep:
@@ -235,12 +235,8 @@ class PreferenceObjective(Objective):
         ]
         step.reference = references[0]
         if self.preference.is_unpaired:
-            step.kl = max(0.0, mean(step.measure(self.module, mismatched)[:, 0] - references[1]))
+            step.kl = max(0.0, mean(step.measure(self.module, self._pairings[1])[:, 0] - references[1]))
         return step
-
-
-def unchanged(pairs: PairBatch) -> PairBatch:
-    return pairs
 
 
 def mean(values: Any) -> float:

@@ -205,8 +205,8 @@ def fitted(spec: RunSpec, corpus: Corpus) -> tuple[Config, StepLoader, HeldOut]:
         config = with_defaults(config, lr=min(config.lr, limit))
     if config.init is not None and all(stream.counted is not None for stream in streams):
         step = 1 if config.preference is None else 2  # both answers of a pair are in one window
-        ends = [stream.ends[step - 1 :: step] for stream in streams]
-        longest = max(int(np.diff(each, prepend=0).max(initial=2)) - step for each in ends)
+        sizes = [np.maximum(np.diff(stream.ends, prepend=0) - 1, 0).reshape(-1, step) for stream in streams]
+        longest = max(int(each.sum(1).max(initial=1)) for each in sizes)
         context = min(longest, model.context_length, step * MOST_CONTEXT)
         config = with_defaults(config, context=context, epochs=EPOCHS)
         config = with_defaults(config, batch_size=batch_size(make_loaders(config, corpus)[0].order.epoch))

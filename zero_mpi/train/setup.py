@@ -29,6 +29,7 @@ from zero_mpi.errors import JobError, UsageError, writing
 from zero_mpi.files.atomic import write_whole
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import read_file
+from zero_mpi.launch.consistency import own_source
 from zero_mpi.launch.world import World
 from zero_mpi.models import ModelConfig
 from zero_mpi.nn.adapters import FIRST
@@ -325,13 +326,14 @@ def rounded(read: Read, kinds: Mapping[str, str]) -> Read:
 def keep_reference(world: World, optimizer: ShardedOptimizer, spec: RunSpec, objective: Objective) -> None:
     """Give the objective its numbers of the initial model, read from a file in OUT or computed. Collective.
 
-    The file begins with a digest over its numbers and the run's inputs. Raises UsageError if computing fails.
+    The file begins with a digest over its numbers, the run's inputs and the package. Raises UsageError if
+    computing fails.
     """
     if not objective.keeps:
         return
     path = spec.out / REFERENCE_FILE
     weights = [None if file is None else weights_digest(file) for file in spec.weights.values()]
-    inputs = repr((sorted(spec.description.settings.items()), weights)).encode()
+    inputs = repr((sorted(spec.description.settings.items()), weights, own_source())).encode()
 
     def read() -> np.ndarray[Any, Any] | None:
         with suppress(OSError, UsageError):
