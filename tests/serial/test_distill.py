@@ -10,11 +10,15 @@ from test_command_bits import fields, needs_mpiexec, train_compiled
 from test_preference_runs import folder as folder
 
 from zero_mpi import SerialComm
+from zero_mpi.checkpoint.gguf.reader import GGUFFile
+from zero_mpi.commands.evaluate import measure
+from zero_mpi.commands.evaluate.command import command
 from zero_mpi.data.documents import Document, stream_of
 from zero_mpi.data.packing import PackedWindows
 from zero_mpi.data.teacher_file import HEAD, TeacherFile, open_teacher
 from zero_mpi.errors import JobError, UsageError
 from zero_mpi.launch.ending import REQUEUE
+from zero_mpi.launch.world import World
 from zero_mpi.nn.loss import Distilled
 
 KNOWN = TeacherFile(3, 1.0, 4, 6, "d", "byte")
@@ -155,6 +159,36 @@ def test_records_that_are_no_predictions_end_a_job(name, value, tmp_path):
         KNOWN.read(str(tmp_path / "t"), np.array([2]))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--context", "29"], ["--stride", "9"], ["--precision", "bf16"], ["--micro-batch", "1"], None],
+)
+def test_a_file_is_continued_only_with_the_model_and_settings_that_began_it(
+    flags, folder, tmp_path, monkeypatch
+):
+    """The last quarter of an interrupted job's file is missing. A changed record shows if it is used."""
+    (tmp_path / "text").write_text("abcab" * 40)
+    model, raw = tmp_path / "m.gguf", (folder / "m.gguf").read_bytes()
+    model.write_bytes(raw)
+    make = [str(model), "--data", str(tmp_path / "text"), "--context", "30", "--top-k-out"]
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "finish", lambda *arguments: None)
+        assert command(World(0, 1), [*make, str(tmp_path / "t")]) == 0
+    part = tmp_path / "t.part"
+    begun, size = bytearray(part.read_bytes()), open_teacher(str(part)).record.itemsize
+    begun[HEAD + size : HEAD + 2 * size] = begun[HEAD + 2 * size : HEAD + 3 * size]
+    begun[len(begun) * 3 // 4 :] = bytes(len(begun) - len(begun) * 3 // 4)
+    part.write_bytes(begun)
+    if flags is None:
+        norm = GGUFFile.open(model).tensor("output_norm.weight")
+        model.write_bytes(raw.replace(norm.tobytes(), (2 * norm).tobytes()))
+    for name in "tu":
+        assert command(World(0, 1), [*make, str(tmp_path / name), *(flags or [])]) == 0
+    ours, fresh = ((tmp_path / name).read_bytes()[HEAD:] for name in "tu")
+    assert (ours[: 2 * size] == fresh[: 2 * size]) == (flags != [])
+    assert ours[2 * size :] == fresh[2 * size :]
+
+
 @needs_mpiexec
 def test_predictions_and_what_is_learned_from_them_are_the_same_on_any_ranks(folder):
     for number, text in enumerate(("abcab" * 30, "bca" * 60, "cabba" * 25)):
@@ -166,11 +200,6 @@ def test_predictions_and_what_is_learned_from_them_are_the_same_on_any_ranks(fol
         assert run_job(ranks, arguments, env=COMPILED, cwd=folder, timeout=50)[0] == 0
     raw = (folder / "top-1").read_bytes()
     assert (folder / "top-3").read_bytes() == raw
-    unfinished = damaged(raw, sha256="")
-    half = len(raw) // 2
-    (folder / "top-2.part").write_bytes(unfinished[:half] + bytes(len(raw) - half))
-    assert run_job(2, [*make, "--top-k-out", "top-2"], env=COMPILED, cwd=folder, timeout=50)[0] == 0
-    assert (folder / "top-2").read_bytes() == raw
     flags = ["--init", "m.gguf", *data, "--context", "20", "--batch-size", "4", "--micro-batch", "1"]
     flags += ["--val-fraction", "0.3", "--steps", "3", "--sample", "0", "--teacher", "top-1"]
     reference, out = folder / "student-1", folder / "student-3"

@@ -239,6 +239,7 @@ BAD = {
     "context": ([*TEXT_OF, "--context", "33"], "--context 33: the model new.gguf .* 32"),
     "stride": ([*TEXT_OF, "--stride", "33"], "--stride 33: expected at most the context, 32"),
     "windows": (["new.gguf", "--choices", "questions.jsonl", "--windows", "2"], "--windows 2.*--data"),
+    "a part for a teacher": ([*TEXT_OF, "--windows", "2", "--top-k-out", "t"], "--windows 2"),
     "other vocabulary": ([*TEXT_OF, "--against", "ids.gguf"], "--against ids.gguf: 61 tokens, expected 260"),
     "other tokens": ([*TEXT_OF, "--against", "swapped.gguf"], "--against swapped.gguf: token 65 is 'B'"),
     "tokens of another model": (["swapped.gguf", "--data", "tokenized"], "its token 65 is 'B', but"),

@@ -30,7 +30,7 @@ class TeacherFile:
     """Predictions of a teacher: the `k` most likely ids for each of `tokens` tokens, at one temperature.
 
     data, tokenizer   digests of the data and the tokenizer
-    sha256            digest of the records
+    sha256            digest of the records; of the model and its settings while the file is unfinished
     """
 
     k: int

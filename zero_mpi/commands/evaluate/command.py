@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from zero_mpi.checkpoint.importance import write_importance
+from zero_mpi.checkpoint.weights import weights_digest
 from zero_mpi.cli.text import write
 from zero_mpi.commands.evaluate import measure as measuring
 from zero_mpi.commands.evaluate.choices import GREEDY, LAST, EncodedChoices, encode_choices
@@ -35,12 +36,20 @@ from zero_mpi.errors import UsageError
 from zero_mpi.files.atomic import write_json
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import check_target
-from zero_mpi.launch.consistency import SAME_FILES, SAME_FLAGS, check, check_installation, same
+from zero_mpi.launch.consistency import (
+    SAME_FILES,
+    SAME_FLAGS,
+    check,
+    check_installation,
+    own_source,
+    same,
+    short_digest,
+)
 from zero_mpi.launch.watchdog import Watchdog
 from zero_mpi.launch.world import World, run
 from zero_mpi.models.model_config import elements
 from zero_mpi.telemetry import log
-from zero_mpi.train.description import obey_early
+from zero_mpi.train.description import obey_early, sizes_of
 from zero_mpi.train.resolve import read_corpus, try_operations
 from zero_mpi.train.setup import share_corpus
 
@@ -199,10 +208,18 @@ def write_teacher(
         return
     first, text = opened.candidates[0], dataset.text
     facts = text["tokens_of_the_text"], first.model.vocab_size, text["sha256"], fingerprint(opened.tokenizer)
-    teacher = TeacherFile(task.top_k, float(task.temperature), *facts)
+    teacher = TeacherFile(task.top_k, float(task.temperature), *facts, predictor_digest(task, opened))
     with measuring.opened_module(world, opened.config, first, watchdog) as module:
         measuring.write_top_k(world, module, dataset.windows, task.top_k_out, teacher)
         del module
+
+
+def predictor_digest(task: Task, opened: OpenInputs) -> str:
+    """Return a digest of the model and of the settings on which its predictions for given data depend."""
+    model, config = opened.candidates[0], opened.config
+    names = ("context", "bos", "micro_batch", "precision", "bits", "device")
+    settings = [task.stride, *(getattr(config, name) for name in names)]
+    return short_digest((own_source(), weights_digest(model.source), sizes_of(model.model), settings))
 
 
 def figures_of(task: Task, subject: Candidate, dataset: EvaluationData, losses: list[Array]) -> Figures:
