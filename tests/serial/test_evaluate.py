@@ -240,6 +240,7 @@ BAD = {
     "stride": ([*TEXT_OF, "--stride", "33"], "--stride 33: expected at most the context, 32"),
     "windows": (["new.gguf", "--choices", "questions.jsonl", "--windows", "2"], "--windows 2.*--data"),
     "a part for a teacher": ([*TEXT_OF, "--windows", "2", "--top-k-out", "t"], "--windows 2"),
+    "no text to score": (["new.gguf", "--choices", "empty.jsonl"], "--choices empty.jsonl"),
     "other vocabulary": ([*TEXT_OF, "--against", "ids.gguf"], "--against ids.gguf: 61 tokens, expected 260"),
     "other tokens": ([*TEXT_OF, "--against", "swapped.gguf"], "--against swapped.gguf: token 65 is 'B'"),
     "tokens of another model": (["swapped.gguf", "--data", "tokenized"], "its token 65 is 'B', but"),
@@ -257,6 +258,7 @@ BAD = {
 @pytest.fixture(scope="module")
 def faulty(folder: Path) -> Path:
     question = {"question": "q", "answers": ["a", "b"], "right": 0}
+    (folder / "empty.jsonl").write_text('{"text": ""}\n' * 2)
     (folder / "long.jsonl").write_text(json.dumps(question | {"answers": ["a" * 40, "b"]}))
     for name, tensor, value in [("damaged", "ffn_up", np.nan), ("large", "attn_v", 3e38)]:
         file, raw = GGUFFile.open(folder / "new.gguf"), (folder / "new.gguf").read_bytes()

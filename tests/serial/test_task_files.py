@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -22,6 +23,7 @@ from test_evaluate import surprises
 from test_generate import write_model
 
 from zero_mpi.commands.evaluate.choices import encode_choices, read_choices, with_shots
+from zero_mpi.commands.evaluate.scores import choice_figures
 from zero_mpi.commands.evaluate.task import read_task
 from zero_mpi.data import ByteTokenizer, tokenizer_from_metadata
 from zero_mpi.errors import FileError, UsageError
@@ -198,6 +200,18 @@ def test_rolling_perplexity_is_lm_evals(small, tmp_path, which):
     assert figures["word_perplexity"] == pytest.approx(math.exp(-sum(totals) / words), rel=1e-4)
     assert figures["byte_perplexity"] == pytest.approx(math.exp(-sum(totals) / nbytes), rel=1e-4)
     assert figures["bits_per_byte"] == pytest.approx(-sum(totals) / nbytes / math.log(2), rel=1e-4)
+
+
+@pytest.mark.parametrize("bos", [None, 256])
+def test_an_empty_text_is_a_word_as_in_lm_eval(bos, tmp_path):
+    texts = ["", "ab cd " * 9, "", "a"]
+    (tmp_path / "q").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    choices = encode_choices(tmp_path / "q", ByteTokenizer(), 16, bos)
+    figures = choice_figures(np.ones(len(choices.sequences)), choices)
+    words = sum(len(re.split(r"\s+", text)) for text in texts)
+    assert figures["word_perplexity"] == pytest.approx(math.exp(len(choices.sequences) / words))
+    assert sum(choices.nbytes) == sum(map(len, texts))
+    assert len(choices.nbytes) == sum(choices.counts)
 
 
 CORE = {

@@ -246,7 +246,7 @@ def encode_choices(
     """Return the questions in a file as tokens, with control tokens parsed. Long questions lose their start.
 
     `bos` comes before each question. Questions of CORE, or with a scored first token, begin with BOS or EOS.
-    Raises FileError if an answer is longer than `context` positions or has no token.
+    Raises FileError if an answer is longer than `context` positions or has no token, or all texts are empty.
     """
     questions = with_shots(read_choices(path, delimiter), shots)
     choices = EncodedChoices(span=questions[0].span)
@@ -270,9 +270,11 @@ def encode_choices(
             choices.sequences.append(ids[excess:])
             choices.starts.append(start - excess)
             choices.cut += excess > 0
-        choices.answers += [*question.answers, *[""] * (len(rows) - len(question.answers))]
+        choices.answers += [*question.answers, *[""] * len(rows)][: len(rows)]
         choices.counts.append(len(rows))
         choices.right.append(question.right)
+    if not choices.sequences:
+        raise FileError(f"--choices {shown(path)}: expected a text with tokens to predict, found none")
     return choices
 
 

@@ -111,7 +111,7 @@ def counted(windows: WindowSet, values: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.array(sums, np.int64)
 
 
-def groups_of(values: Sequence[float], counts: Sequence[int]) -> list[list[float]]:
+def groups_of(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
     """Split `values` into one list per question; `counts` has the lengths of the lists."""
     ends = np.cumsum(counts).tolist()
     return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]

@@ -76,8 +76,9 @@ def choice_figures(losses: Array, choices: EncodedChoices, misses: Array | None 
     """
     likelihoods = groups_of((-losses).tolist(), choices.counts)
     if choices.span == TEXT:  # rolling texts
-        texts, nats = [text for text in choices.answers if text], ordered_total(losses)
+        texts = ([*group, ""][0] for group in groups_of(choices.answers, choices.counts))
         words, nbytes = sum(len(re.split(r"\s+", text)) for text in texts), sum(choices.nbytes)
+        nats = ordered_total(losses)
         scores = {"word_perplexity": perplexity(nats / words), "byte_perplexity": perplexity(nats / nbytes)}
         return {**scores, "bits_per_byte": nats / nbytes / math.log(2), "log_likelihoods": likelihoods}
     if misses is not None:  # numbers of wrong tokens: an answer is right without any
