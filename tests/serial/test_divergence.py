@@ -1,7 +1,9 @@
 """A diverged run ends with status 1; single non-finite steps and the fp16 scale search do not."""
 
+import json
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from jobs import run_job
@@ -11,16 +13,16 @@ from test_stopping import told
 
 from zero_mpi.errors import JobError
 from zero_mpi.optim.optimizer import StepResult
-from zero_mpi.train.observers import MOST, Divergence, StepMade
+from zero_mpi.train.observers import MOST, Divergence, StepMade, check_recorded
 
 GOOD, SKIPPED, SEARCHED = (1.0, False, False), (1.0, True, False), (1.0, True, True)
-LOST = (math.nan, True, True)
+LOST, BROKEN = (math.nan, True, True), (1.0, False, False, {"val_loss": math.nan})
 
 
-def steps(*rows: tuple[float, bool, bool]) -> Divergence:
+def steps(*rows: tuple[Any, ...]) -> Divergence:
     divergence = Divergence(scale := SimpleNamespace(dynamic=False, exponent=1))
-    for number, (loss, skipped, scale.dynamic) in enumerate(rows, 1):
-        divergence.ends(StepMade(number, loss, StepResult(0.0, skipped), 0.0))
+    for number, (loss, skipped, scale.dynamic, *record) in enumerate(rows, 1):
+        divergence.ends(StepMade(number, loss, StepResult(0.0, skipped), 0.0, *record))
     return divergence
 
 
@@ -41,6 +43,8 @@ def test_a_search_for_the_factor_of_float16_does_not():
     ("made", "reason"),
     [
         ([GOOD, LOST], "the loss of the last step (2) is not finite"),
+        ([GOOD, BROKEN], "the loss of the last step (2) is not finite"),
+        ([BROKEN, GOOD], ""),
         ([SKIPPED, SKIPPED], "no step up to 2 had a finite gradient"),
         ([GOOD, SKIPPED], ""),
         ([LOST, GOOD], ""),
@@ -49,12 +53,23 @@ def test_a_search_for_the_factor_of_float16_does_not():
 )
 def test_a_run_that_ends_so_is_not_done(made, reason):
     divergence = steps(*made)
+    assert divergence.worth_saving(2) == ("(2)" not in reason)
     if not reason:
         divergence.check_end(2)
         return
     with pytest.raises(JobError) as caught:
         divergence.check_end(2)
     assert str(caught.value).startswith(reason)
+
+
+@pytest.mark.parametrize("name", ["loss", "val_loss"])
+def test_a_finished_run_without_a_finite_loss_has_failed(name, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 2, "loss": 1.0, "val_loss": 1.0} | {name: None})
+    )
+    check_recorded(tmp_path, 1)
+    with pytest.raises(JobError):
+        check_recorded(tmp_path, 2)
 
 
 @needs_mpiexec

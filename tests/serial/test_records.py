@@ -71,9 +71,11 @@ def test_floats_come_back_to_the_last_bit(tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_null(value, tmp_path):
-    write(tmp_path, [record(1, loss=value, grad_norm=value)])
+    nested = {"val_losses": {"a": value, "b": 1.5}, "seconds": [value]}
+    write(tmp_path, [record(1, loss=value, grad_norm=value, **nested)])
     (entry,) = read(tmp_path)
-    assert (entry["loss"], entry["grad_norm"]) == (None, None)
+    assert (entry["loss"], entry["grad_norm"], entry["seconds"]) == (None, None, [None])
+    assert entry["val_losses"] == {"a": None, "b": 1.5}
     assert entry["lr"] == 4e-3
 
 

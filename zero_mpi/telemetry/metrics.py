@@ -106,9 +106,13 @@ class Records:
             self._display.close()
 
 
-def finite_or_none(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with None for values that are not finite, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+def finite_or_none(value: Any) -> Any:
+    """Return a record with None for values at any depth that are not finite, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: finite_or_none(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return list(map(finite_or_none, value))
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def last_step(path: Path) -> int:

@@ -175,7 +175,7 @@ class Divergence(Observer):
     """Observer that ends the job after MOST consecutive steps with a loss or gradient that is not finite."""
 
     def __init__(self, scale: LossScale) -> None:
-        self._scale, self._loss = scale, 0.0
+        self._scale, self._is_finite = scale, True
         self._steps = self._bad = 0  # number of steps; number of latest steps in a row that were not finite
 
     def ends(self, step: StepMade) -> None:
@@ -184,7 +184,8 @@ class Divergence(Observer):
         A skipped step counts as not finite, unless the loss scale (float16) can be lowered further.
         """
         searching = self._scale.dynamic and self._scale.exponent > 0
-        self._steps, self._loss = self._steps + 1, step.loss
+        losses = step.loss, step.record.get("val_loss", 0.0)
+        self._steps, self._is_finite = self._steps + 1, all(map(math.isfinite, losses))
         if not math.isfinite(step.loss) or (step.result.skipped and not searching):
             self._bad += 1
         elif not step.result.skipped:
@@ -196,15 +197,15 @@ class Divergence(Observer):
             )
 
     def worth_saving(self, step: int) -> bool:
-        """Return whether the loss is finite, so that the weights may be saved. If not, log a message."""
-        if math.isfinite(self._loss):
+        """Return whether the last losses are finite, so that weights may be saved. If not, log a message."""
+        if self._is_finite:
             return True
         log.warning("no checkpoint is saved at step %d, because its loss is not finite", step)
         return False
 
     def check_end(self, step: int) -> None:
-        """Raise JobError on all ranks if the last loss is not finite, or no step of this job was finite."""
-        if not math.isfinite(self._loss):
+        """Raise JobError on all ranks if a last loss is not finite, or no step of this job was finite."""
+        if not self._is_finite:
             raise JobError(not_finite(step))
         if self._bad and self._bad == self._steps:
             raise JobError(f"no step up to {step} had a finite gradient, so nothing was learned; {REMEDY}")
@@ -215,9 +216,9 @@ def not_finite(step: int) -> str:
 
 
 def check_recorded(out: Path, step: int) -> None:
-    """Raise JobError if the records of a finished run have no finite loss for its last step."""
+    """Raise JobError if the records of a finished run lack a finite loss of its last step."""
     record = last_record(out / METRICS)
-    if record.get("step") == step and record.get("loss", 0.0) is None:
+    if record.get("step") == step and None in (record.get("loss", 0.0), record.get("val_loss", 0.0)):
         raise JobError(not_finite(step))
 
 
