@@ -142,13 +142,13 @@ def test_a_file_that_is_not_there_or_not_text_is_named(tmp_path):
             parse(["--config", str(tmp_path / name)])
 
 
-DURATIONS = {"3h50m": 13800, "90s": 90, "15m": 900, "3600": 3600, "1h2m3s": 3723, "0.5h": 1800, "1h30": 3630}
+DURATIONS = {"3h50m": 13800, "90s": 90, "15m": 900, "3600": 3600, "1h2m3s": 3723, "0.5h": 1800, "1h30m": 5400}
 DURATIONS |= {"0": 0, "1.5": 1.5, None: None}
 
 
 def test_durations():
     assert {text: seconds(text) for text in DURATIONS} == DURATIONS
-    for text in ("soon", "", "h", "3d", "-5", "1 h", "1e3", "3hh", ".", "1.2.3s", "²"):
+    for text in ("soon", "", "1h30", "h", "3d", "-5", "1 h", "1e3", "3hh", ".", "1.2.3s", "²"):
         with pytest.raises(UsageError, match="--max-time"):
             seconds(text)
 

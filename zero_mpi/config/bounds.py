@@ -113,7 +113,7 @@ def seconds(text: str | None) -> float | None:
     if text is None:
         return None
     units = {"h": 3600, "m": 60, "s": 1}
-    duration = text if text[-1:] in units else f"{text}s"
+    duration = f"{text}s" if re.fullmatch(DURATION, f"{text}s") else text
     if not re.fullmatch(f"({DURATION})+", duration):
         raise UsageError(f"--max-time {shown(text)}: expected a duration such as 3h50m, 90s or 3600")
     return float(sum(float(number) * units[unit] for number, unit in re.findall(DURATION, duration)))
