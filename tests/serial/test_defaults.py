@@ -5,6 +5,7 @@ import math
 import re
 import tomllib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from chat_templates import CHATML
@@ -15,6 +16,7 @@ from test_generate import LLAMA, write_model
 
 from zero_mpi.config.command_line import parse
 from zero_mpi.data import ByteTokenizer
+from zero_mpi.train import resume
 
 FLAGS = ["--init", "m.gguf", "--data", "chat.jsonl", "--lora", "2", "--sample", "0", "--val-fraction", "0"]
 LONG = {"prompt": "Two and two?", "completion": "They are four, " * 4}
@@ -84,6 +86,18 @@ def test_a_jump_of_the_rate_is_a_caution(folder):
     (line,) = [line for line in printed.splitlines() if "rate jumps" in line]
     assert f" {last:.3g} at step 4 to {new:.3g} at step 5" in line
     assert f"--lr {last:.3g}" in line
+
+
+@pytest.mark.parametrize(("begun", "warns"), [(2, False), (4, True)])
+def test_a_short_run_that_ended_before_its_rate_fell_goes_on_without_a_jump(begun, warns, monkeypatch):
+    config = replace(parse(["--steps", "40", "--lr", "1e-3"]), warmup=1)
+    plan, point = (
+        replace(config, steps=begun).plan(),
+        SimpleNamespace(files=SimpleNamespace(state=None), folder=""),
+    )
+    monkeypatch.setattr(resume, "read_progress", lambda state: SimpleNamespace(step=begun))
+    monkeypatch.setattr(resume, "read_json", lambda state, key: plan)
+    assert bool([*resume.jumps_of_rate(point, config)]) == warns
 
 
 @needs_mpiexec

@@ -178,7 +178,7 @@ def changes_since(point: ResumePoint, description: Description) -> Iterator[str]
 
 
 def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
-    """Yield a warning if the next learning rate is far from the rate that the checkpoint planned."""
+    """Yield a warning if the next rate is far from the last one and from what the checkpoint planned."""
     step, plan = read_progress(point.files.state).step, read_json(point.files.state, "training.plan")
     settings: dict[str, Any] = {name: plan[name] for name in config.plan() if name in plan}
     settings |= {name: checked_type(point.folder, name, x) for name, x in settings.items() if x is not None}
@@ -189,7 +189,7 @@ def jumps_of_rate(point: ResumePoint, config: Config) -> Iterator[Caution]:
         return
     schedule, rate = schedule_of(begun), schedule_of(config)(step)
     last = schedule(max(0, step - 1))
-    if step < config.steps and max(rate, schedule(step)) > JUMP * min(rate, schedule(step)):
+    if step < config.steps and all(max(rate, x) > JUMP * min(rate, x) for x in (last, schedule(step))):
         yield Caution(
             f"the learning rate jumps from {last:.3g} at step {step} to {rate:.3g} at step {step + 1}, "
             "because the schedule differs from the checkpoint's; to keep the rate, use --schedule constant "
