@@ -110,6 +110,7 @@ def test_a_mixture_has_the_same_bits_anywhere_and_goes_on(tmp_path):
     for one, other in zip(*records, strict=True):
         for key in ("loss", "val_loss", "val_losses"):
             assert one.get(key) == other.get(key)
+    assert all("mfu" in record for record in records[0])
     losses = records[0][3]["val_losses"]
     assert losses.keys() == {"prose", "code"}
     assert min(losses.values()) < records[0][3]["val_loss"] < max(losses.values())

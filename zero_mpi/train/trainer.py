@@ -81,7 +81,8 @@ class Trainer(Steps):
         self.rank_figures = RankFigures(self.world, self.records.logs, meter, SlowRanks(self.hosts), on_slow)
         self.pace = self.rank_figures.pace
         # With packed windows, the amount of computation depends on the lengths of the documents.
-        is_known = isinstance(session.loader.windows, Windows)
+        windows = session.loader.windows
+        is_known = all(isinstance(part, Windows) for part in getattr(windows, "parts", (windows,)))
         share = start.share if is_known else lambda seconds: None
         self.costs = Costs(meter, session.loader.positions_per_step, share)
         self.evaluation = Evaluation(config.eval_every, config.steps, self.evaluate, first=bool(config.init))
