@@ -167,7 +167,7 @@ class Config:
     val_fraction: float = flag(
         0.05, float, "data", "fraction of the data held out for validation; 0: none", fixed=True)
     val_data: list[str] = flag(
-        None, list, "data", "validation data, instead of --val-fraction; same forms as --data")
+        None, list, "data", "validation data, instead of --val-fraction; forms as for --data, without shares")
 
     batch_size: int = flag(None, int, "batch", "sequences per step, over all ranks", fixed=True)
     micro_batch: int = flag(2, int, "batch", "sequences per forward pass", fixed=True)

@@ -280,4 +280,4 @@ def unigram_entropy(tokens: Ids) -> float:
         fresh[: counts.size] += counts
         counts = fresh
     shares = counts[counts > 0] / len(tokens) if len(tokens) else np.array([np.nan])
-    return float(-(shares * np.log(shares)).sum())
+    return 0.0 - float((shares * np.log(shares)).sum())

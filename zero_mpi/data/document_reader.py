@@ -81,7 +81,7 @@ class DocumentReader:
 
     def documents(self, flag: str, paths: Sequence[str]) -> Reading:
         """Return all documents that are not empty. Raise UsageError if there is none."""
-        candidates, notes = self._read(paths)
+        candidates, notes = self._read(flag, paths)
         documents = [document for document in candidates if document.tokens.size]
         if not documents:
             problem = f"{flag} contains neither text nor tokens: {named(paths, LONGEST)}"
@@ -92,16 +92,16 @@ class DocumentReader:
         """Return the bos id of windows; None for token files, whose ids are taken unchanged."""
         return None if token_files(collect_files(paths)) else self.bos
 
-    def _read(self, paths: Sequence[str]) -> Reading:
-        files = collect_files(paths) if paths else library_files()
-        self._check_pairs(files)
+    def _read(self, flag: str, paths: Sequence[str]) -> Reading:
+        files = collect_files(paths, flag) if paths else library_files()
+        self._check_pairs(flag, files)
         tokens = token_files(files)
         if tokens:
             return self._tokens(tokens), []
-        encode = self._encode(files, paths)
+        encode = self._encode(flag, files, paths)
         return read_documents(files, self._settings(paths), self.vocab_size, encode, self.batches)
 
-    def _check_pairs(self, files: Files) -> None:
+    def _check_pairs(self, flag: str, files: Files) -> None:
         """Raise UsageError for pairs without a preference loss, or for other data with such a loss."""
         labels = self.preferences == "kto"
         for _, path in files:
@@ -109,11 +109,12 @@ class DocumentReader:
                 label = ", or prompt, completion and label" * labels
                 raise UsageError(
                     f"--loss {self.preferences}: expected rows with chosen and rejected{label} as .jsonl; "
-                    f"--data {shown(path)} holds other data"
+                    f"{flag} {shown(path)} holds other data"
                 )
             if not self.preferences and holds_pairs(path) and not holds_conversations(path):
                 raise UsageError(
-                    f"--data {shown(path)} holds pairs of a chosen and a rejected answer: add --loss dpo"
+                    f"{flag} {shown(path)} holds pairs of a chosen and a rejected answer: they need training "
+                    "with a preference loss such as --loss dpo"
                 )
 
     def _tokens(self, files: Files) -> list[Document]:
@@ -127,13 +128,13 @@ class DocumentReader:
             )
         return documents
 
-    def _encode(self, files: Files, paths: Sequence[str]) -> Encode:
+    def _encode(self, flag: str, files: Files, paths: Sequence[str]) -> Encode:
         if self.preferences or are_conversations(files):
             loss_on = ANSWERS if self.preferences else self.loss_on
             reader = ConversationReader(self.text.tokenizer, loss_on, self.bos, self.inputs)
             return lambda notes: _conversations(files, reader, self, notes)
-        text = self.text
-        return lambda notes: _text_documents(files, TextFilter(paths, self.any_bytes), text.anew(), notes)
+        text, takes = self.text, TextFilter(paths, self.any_bytes, flag)
+        return lambda notes: _text_documents(files, takes, text.anew(), notes)
 
     def _settings(self, paths: Sequence[str]) -> dict[str, object]:
         """Return all settings that, together with the files, determine the ids."""

@@ -67,7 +67,8 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
                 files = [(source.name, source)]
             else:
                 problem = "is neither a file nor a folder" if exists(source) else "does not exist"
-                raise UsageError(f"{flag} {shown(source)} {problem}")
+                no_shares = flag == "--val-data" and "=" in argument
+                raise UsageError(f"{flag} {shown(source)} {problem}" + "; it takes no shares" * no_shares)
         for name, path in files:
             by_path.setdefault(os.path.realpath(path), (mark + name, path))
     is_dataset = any(path.suffix == ".arrow" for _, path in by_path.values())

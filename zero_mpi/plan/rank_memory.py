@@ -22,7 +22,7 @@ from zero_mpi.data import files_of
 from zero_mpi.data.corpus import Corpus
 from zero_mpi.data.documents import MOST_HELD
 from zero_mpi.data.encoded_cache import LEAST, folder
-from zero_mpi.data.text_files import library_files
+from zero_mpi.data.text_files import collect_files, library_files
 from zero_mpi.data.token_formats import token_files
 from zero_mpi.environment.limits import Limits, read_limits
 from zero_mpi.launch.dev_shm import WITH_UCX
@@ -235,7 +235,8 @@ def text_bytes(config: Config, model: ModelConfig) -> int:
     """
     width = 2 if model.vocab_size <= 1 << 16 else 4
     total = 0
-    for files in (files_of(config.data) if config.data else library_files(), files_of(config.val_data)):
+    held_out = collect_files(config.val_data, "--val-data")
+    for files in (files_of(config.data) if config.data else library_files(), held_out):
         tokens = token_files(files)
         nbytes = sum(path.stat().st_size for _, path in tokens or files)
         ids = nbytes if tokens else width * nbytes // (1 if model.vocab_size <= 300 else BYTES_OF_TOKEN)
