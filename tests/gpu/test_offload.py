@@ -276,7 +276,7 @@ def test_a_snapshot_is_copied_beside_the_work_and_before_the_next_update(gpu, mo
     unit, snapshot, copies = Unit("u", {"p": Param((1 << 16,), "zeros")}, 1024, True), Snapshot(), []
     arrays = [gpu.from_host(np.ones(1 << 16, np.float32)) for _ in range(4)]
     rates = {"grad_scale": 1.0, "lr": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "step": 1}
-    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.0005")
+    monkeypatch.setenv("PRETEND_CUPY_DELAY", "0.01")
     expected = np.ones(1 << 16)
     for _ in range(2):
         with monkeypatch.context() as patch:
