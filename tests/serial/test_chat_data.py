@@ -45,6 +45,8 @@ def test_each_conversation_is_a_document_and_what_has_no_answer_is_left_out(tmp_
     assert corpus(path, loss_on="all").documents == 4
     split = corpus(path, val_fraction=0.5)
     assert (split.documents, split.val_documents) == (2, 1), "full conversations are held out"
+    single = corpus(write_lines(tmp_path / "chat.jsonl", SAME), val_fraction=0.5)
+    assert (single.documents, single.val_documents, single.val.size) == (1, 0, 0), "its end must be learned"
 
 
 def test_the_digest_is_of_the_text_and_of_what_counts(tmp_path):

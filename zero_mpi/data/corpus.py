@@ -218,11 +218,12 @@ def _split(
 def _hold_out(documents: _Documents, fraction: float, seed: int) -> tuple[_Documents, _Documents]:
     """Return training and held-out documents, each in the order of the corpus.
 
-    The tail of a single document is held out, or of each file if all files mark the ends of documents.
+    The tail of a single text is held out, or of each file if all files mark the ends of documents. A single
+    conversation or pair is not split: training would never see the end of its answer.
     """
     if fraction == 0:
         return documents, []
-    is_single = len(documents) == 1 and (documents[0].counted is None or documents[0].ends is None)
+    is_single = len(documents) == 1 and documents[0].counted is None
     if is_single or all(each.is_divisible for each in documents):
         cut = [each.cut(each.tokens.size - math.ceil(fraction * each.tokens.size)) for each in documents]
         return [first for first, _ in cut], [last for _, last in cut]
@@ -252,6 +253,8 @@ def _draw(sizes: list[int], fraction: float, seed: int) -> set[int]:
 def _too_small(train: _Documents, val: _Documents, least: int) -> str:
     """Return a note if this split cannot be used; "" if both sides have at least `least` tokens."""
     tokens, val_tokens = (sum(document.tokens.size for document in side) for side in (train, val))
+    if not val:
+        return "no validation set: a single conversation or pair is not split; give --val-data"
     if tokens < least:
         return f"no validation set: it would leave {tokens} tokens for training, but a window needs {least}"
     if val_tokens < least:
