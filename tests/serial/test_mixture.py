@@ -37,6 +37,7 @@ def test_epochs_of_each_source_have_each_window_once():
     assert order.epochs(4000) == [len(first) / 6, len(second) / 10]
     assert order.epoch == 40
     assert SampleOrder([6], [1.0], 0).epoch == 6
+    assert SampleOrder([90, 10], [0.9, 0.1], 0).epoch == 100
 
 
 def test_many_windows_are_dealt_out_once_each():
@@ -87,6 +88,7 @@ def test_a_path_that_is_there_is_a_path(tmp_path, monkeypatch):
         ("a", ["x/a"], 0.75),
         ("a-2", ["y/a"], 0.25),
     ]
+    assert [each.name for each in sources_of(["x/a=1", "a-2=1", "y/a=1"])] == ["a", "a-2", "a-3"]
 
 
 @needs_mpiexec

@@ -230,8 +230,8 @@ def in_steps(config: Config, windows: int) -> Config:
     """Return the configuration with --epochs converted to --steps. `windows`: number of training windows.
 
     Records, checkpoints and OUT/config.toml contain this number of steps. The run reads each window at least
-    `epochs` times; its last step may begin another epoch. Raises UsageError for flags that do not fit the
-    number of steps.
+    `epochs` times, or about as often in a short mixture, whose shares are rounded; its last step may begin
+    another epoch. Raises UsageError for flags that do not fit the number of steps.
     """
     if config.epochs is None:
         return replace(config, **STEPS) if config.steps is None else config

@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,8 +64,9 @@ def sources_of(paths: Sequence[str]) -> list[DataSource]:
                 f"shares, whose sum is {total:g}"
             )
     names = [Path(path).name or path for path in shares]
-    counts = [names[:place].count(name) for place, name in enumerate(names)]  # a repeated NAME becomes NAME-2
-    names = [f"{name}-{count + 1}" if count else name for name, count in zip(names, counts, strict=True)]
+    for place, name in enumerate(names):  # a repeated NAME becomes NAME-2, or the next number that is free
+        numbered = (f"{name}-{number}" for number in count(2))
+        names[place] = next(each for each in chain([name], numbered) if each not in names[:place])
     return [
         DataSource(name, [path], share / total)
         for name, (path, share) in zip(names, shares.items(), strict=True)

@@ -110,7 +110,8 @@ class SampleOrder:
     def epoch(self) -> int:
         """Smallest number of samples of which every source's share covers all its windows."""
         shares: list[float] = np.diff(np.append(self._bounds, 1.0)).tolist()
-        return max(math.ceil(count / share) for count, share in zip(self._counts, shares, strict=True))
+        pairs = zip(self._counts, shares, strict=True)
+        return max(math.ceil(count / share * (1 - 1e-9)) for count, share in pairs)  # shares are rounded
 
     def windows(self, samples: Places) -> Places:
         """Return the windows (n,) of `samples` (n,); windows are numbered over all sources."""
