@@ -219,11 +219,16 @@ def test_the_flags_must_mean_the_tokens_of_the_folder(tmp_path):
     ):  # fmt: skip
         with pytest.raises(UsageError, match=named):
             chosen(*data, **flags)
+    with pytest.raises(UsageError, match=r"--data .*other/"):
+        chosen("t.txt", val_data=["other"])
+    assert chosen("t.txt", val_data=["out"]).vocab_size == chosen("out=1", val_data=["out"]).vocab_size
     (tmp_path / "out" / ".tokenize").mkdir()
     assert chosen("out").vocab_size == 260
     (tmp_path / "out" / "manifest.json").unlink()
     with pytest.raises(UsageError, match="--data out"):
         chosen("out")
+    with pytest.raises(UsageError, match="--val-data out"):
+        chosen("t.txt", val_data=["out"])
 
 
 def test_the_manifest_tells_inputs_settings_and_files(long, tmp_path):

@@ -27,6 +27,7 @@ from zero_mpi.data import (
 from zero_mpi.data.conversations.chat_template import DAY, TemplateInputs, asks_day, read_template
 from zero_mpi.data.conversations.formats import are_conversations
 from zero_mpi.data.corpus import tokenizers_of
+from zero_mpi.data.token_formats import token_files
 from zero_mpi.data.tokenizers.added_tokens import read_tokens
 from zero_mpi.errors import UsageError
 from zero_mpi.files.foreign import show, shown
@@ -163,7 +164,11 @@ def choose_tokenizer(
         return tokenizer
     if config.vocab_size is not None:
         raise UsageError("--vocab-size is for token files; text takes the tokenizer's vocabulary")
-    return fitting_tokenizer(config, init, model)
+    tokenizer = fitting_tokenizer(config, init, model)
+    if token_files(collect_files(config.val_data, "--val-data")):
+        for path in tokenizers_of(config.val_data, "--val-data"):
+            check_same_tokens("the tokenizer of --data", tokenizer, path, tokenizer_in(path))
+    return tokenizer
 
 
 def tokenizer_of_ids(
@@ -173,7 +178,8 @@ def tokenizer_of_ids(
 
     Raise UsageError if the flags' tokenizer and the files' tokenizer use an id for different tokens.
     """
-    pairs = [(path, tokenizer_in(path)) for path in tokenizers_of([*config.data, *config.val_data])]
+    paths = [*tokenizers_of(config.data), *tokenizers_of(config.val_data, "--val-data")]
+    pairs = [(path, tokenizer_in(path)) for path in paths]
     if not pairs:
         return None
     flag, tokenizer = "--data", with_template(pairs[0][1], config.chat_template)

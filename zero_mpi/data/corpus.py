@@ -87,13 +87,13 @@ def holds_token_files(data: Sequence[str]) -> bool:
 UNFINISHED = ".tokenize"  # folder of a tokenize job's files until all parts are complete
 
 
-def tokenizers_of(data: Sequence[str]) -> list[Path]:
-    """Return the tokenizer files in the folders of `--data`. Raise UsageError for an unfinished folder."""
+def tokenizers_of(data: Sequence[str], flag: str = "--data") -> list[Path]:
+    """Return the tokenizer files in the folders of `flag`. Raise UsageError for an unfinished folder."""
     folders = [Path(path) for source in sources_of(data) for path in source.paths]
     for folder in folders:
         if is_folder(folder / UNFINISHED) and not is_file(folder / MANIFEST):
             raise UsageError(
-                f"--data {shown(folder)}: its token files are incomplete: run zero-mpi tokenize again, with "
+                f"{flag} {shown(folder)}: its token files are incomplete: run zero-mpi tokenize again, with "
                 "the same flags"
             )
     return [folder / TOKENIZER for folder in folders if is_file(folder / TOKENIZER)]
