@@ -94,6 +94,9 @@ def test_lines_that_are_longer_than_what_is_looked_at_go_by_their_name():
     data = json.dumps({"text": "x" * 2 * HEAD}).encode()[:HEAD]
     assert kind_of(data, "a.jsonl").name == kind_of(data, "a.ndjson").name == "JSON Lines"
     assert kind_of(data, "a.json") is None
+    for begin in (b"\xef\xbb\xbf", b"\n", b" ", b'["a"]\n', b'"a"\n'):
+        assert kind_of(begin + JSONL.encode(), "a.jsonl").name == "JSON Lines"
+    assert kind_of(b'"a", he said.\n"b"\n', "a.jsonl") is None
     for head in (
         b' [\n {"text": "a"}]',
         b'{"data": [{"messages": []}]}',

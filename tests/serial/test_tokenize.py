@@ -1,5 +1,6 @@
 """Token files have the ids and documents that training reads from the text, even after errors and stops."""
 
+import codecs
 import errno
 import gzip
 import hashlib
@@ -108,6 +109,7 @@ def write(kind, folder, field="text"):
     raw = lines(TEXTS, field)
     packed = {
         "jsonl": raw,
+        "bom.jsonl": codecs.BOM_UTF8 + raw,
         "ndjson": raw.rstrip(b"\n").replace(b"\n", b"\r\n\n"),
         "jsonl.gz": gzip.compress(first) + gzip.compress(last),
         "jsonl.zst": lambda: zstd(first) + zstd(last),
@@ -118,7 +120,7 @@ def write(kind, folder, field="text"):
 
 
 @pytest.mark.parametrize("field", ["text", "content"])
-@pytest.mark.parametrize("kind", ["jsonl", "ndjson", "jsonl.gz", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "bom.jsonl", "ndjson", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_documents_of_each_format(kind, field, tmp_path):
     flags = () if field == "text" else (*SMALL, "--field", field)
     assert tokenize(write(kind, tmp_path, field), *flags) == 0

@@ -163,15 +163,18 @@ def kind_of(head: bytes, name: str) -> Kind | None:
 
 
 def _has_objects(head: bytes, name: str) -> bool:
-    """Return whether the first lines are JSON objects; a model would learn the JSON syntax with the text."""
-    if not head.startswith(b"{"):
-        return False
+    """Return whether the first lines are JSON objects, or by name JSON Lines of objects, arrays or texts; a
+    model would learn the JSON syntax with the text.
+    """
     by_name = name.lower().endswith(LINES)
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    if not head.startswith((b"{", b"[", b'"') if by_name else b"{"):
+        return False
     lines = [line for line in head.split(b"\n")[:-1] if line.strip()][:2]
     if len(lines) < 2 - by_name:
         return by_name
     try:
-        return all(isinstance(json.loads(line), dict) for line in lines)
+        return all(isinstance(json.loads(line), (dict, list, str) if by_name else dict) for line in lines)
     except (ValueError, RecursionError):
         return False
 

@@ -90,11 +90,15 @@ class TextStream:
             count -= len(data)
 
     def line(self) -> bytes:
-        """Return the next line with its end, at most its first `MOST` + 1 bytes; b"" after the last line."""
+        """Return the next line with its end, at most its first `MOST` + 1 bytes; b"" after the last line.
+
+        The first line of the file has no `BOM`.
+        """
+        mark = b"" if self.at else BOM
         first = part = self._read_line()
         while len(part) > MOST and not part.endswith(b"\n"):
             part = self._read_line()
-        return first
+        return first.removeprefix(mark)
 
     def _read_line(self) -> bytes:
         try:
@@ -171,13 +175,12 @@ def each_line(
     lines: lines to read instead of the file's; bad: called for an invalid line, instead of a FileError
     """
     for number, raw in enumerate(_lines_of(path, flag, lines), 1):
-        text = raw.removeprefix(BOM) if number == 1 else raw
-        if not text.strip():
+        if not raw.strip():
             continue
         try:
             if len(raw) > MOST:
                 raise ValueError(f"expected at most {MOST} bytes, found more")
-            entry = read(number, _value(text))
+            entry = read(number, _value(raw))
         except ValueError as error:
             if bad is None:
                 raise FileError(f"{flag} {shown(path)}, line {number}: {error}") from None
