@@ -72,8 +72,10 @@ def test_linked_folders_are_followed_and_loops_end(tmp_path):
     inside = write(tmp_path / "inside", y="2")
     (inside / "loop").symlink_to(inside)
     (inside / "link").symlink_to(outside)
-    (inside / "broken").symlink_to(tmp_path / "nowhere")
     assert [name for name, _ in collect_files([str(inside)])] == ["link/x", "y"]
+    (inside / "broken").symlink_to(tmp_path / "nowhere")  # as in an incomplete cache of Hugging Face
+    with pytest.raises(UsageError, match=r"--data .*/broken "):
+        collect_files([str(inside)])
 
 
 def test_a_missing_path_and_a_pipe_are_named_and_a_pipe_in_a_folder_is_skipped(tmp_path):

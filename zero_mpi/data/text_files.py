@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from zero_mpi.errors import UsageError, prefixed
+from zero_mpi.errors import FileError, UsageError, prefixed
 from zero_mpi.files.foreign import shown
 from zero_mpi.files.open import exists, is_file, is_folder
 
@@ -76,7 +76,10 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
 
 
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
-    """Return sorted names of regular files under `root`. A loop of links is followed only once."""
+    """Return sorted names of regular files under `root`. A loop of links is followed only once.
+
+    Raises FileError for a link to a missing file, except in Python's library, which has a `skip`.
+    """
     names, seen = list[str](), set[str]()
     for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
         real = os.path.realpath(folder)
@@ -85,8 +88,11 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
             continue
         seen.add(real)
         folders[:] = sorted(n for n in folders if n not in skip and n[0] != ".")
-        paths = (Path(folder, n) for n in files if n[0] != ".")
-        names += [path.relative_to(root).as_posix() for path in paths if is_file(path)]
+        for path in (Path(folder, n) for n in files if n[0] != "."):
+            if is_file(path):
+                names.append(path.relative_to(root).as_posix())
+            elif path.is_symlink() and not exists(path) and not skip:
+                raise FileError(f"{shown(path)} is a link to a missing file: complete the folder")
     return sorted(names)
 
 
