@@ -15,6 +15,7 @@ from zero_mpi.commands.tokenize.command import command
 from zero_mpi.data.conversations.formats import (
     BadRows,
     are_conversations,
+    holds_pairs,
     one_conversation,
     read_conversations,
 )
@@ -93,6 +94,23 @@ def test_tables_and_packed_files_of_conversations(name, rows, tmp_path):
     assert are_conversations([(name, path)])
     conversations = list(read_conversations("x", path, lambda conversation: conversation))
     assert conversations == [one_conversation(f"x:{n}", row) for n, row in enumerate(rows, 1)]
+
+
+@pytest.mark.parametrize(
+    ("row", "pairs", "labelled"),
+    [
+        ({"chosen": "a", "rejected": "b"}, True, True),
+        ({"prompt": "a", "completion": "b", "label": True}, False, True),
+        ({"prompt": "a", "completion": "b", "label": "good"}, False, False),
+        ({"messages": AB, "tools": [{"label": 1, "chosen": 1, "rejected": True}]}, False, False),
+        ({"text": "a", "meta": {"chosen": 1, "rejected": False}}, False, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["t.parquet", "t.jsonl", "t.json.gz"])
+def test_pairs_and_labels_are_keys_of_the_row(name, row, pairs, labelled, tmp_path):
+    (tmp_path / name).write_bytes(MADE[name]([row]))
+    assert (holds_pairs(tmp_path / name), holds_pairs(tmp_path / name, labels=True)) == (pairs, labelled)
 
 
 @pytest.mark.parametrize("name", MADE)

@@ -67,6 +67,8 @@ def test_samples_as_text(chat, capfdbinary):
     assert printed(capfdbinary, *flags) == SHOWN
     totals = "".join(SHOWN.splitlines(keepends=True)[-2:])
     assert printed(capfdbinary, *flags, "--count", "0") == totals
+    (chat / "more.jsonl").write_text(json.dumps(LINES[1]))
+    assert printed(capfdbinary, *flags, "--count", "0", "--data", chat / "more.jsonl").startswith("4 conv")
 
 
 def test_samples_as_json(chat, capfdbinary):

@@ -21,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +57,7 @@ ROWS = re.compile(
 KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 OF_PAIRS, OF_LABELS = re.compile(rb'"rejected"\s*:'), re.compile(rb'"(?:rejected|label)"\s*:')
 PAIR, LABELLED = ("chosen", "rejected"), ("prompt", "completion", "label")
+FIRST_ROWS = 8  # valid rows of a file that may show its form
 MOST_REASONS = 6  # number of reasons that are counted separately
 VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts of a reason that vary
 
@@ -124,8 +126,19 @@ def are_conversations(files: Sequence[tuple[str, Path]]) -> bool:
 
 
 def holds_pairs(path: Path, labels: bool = False) -> bool:
-    """Return whether a file holds pairs or, if `labels`, answers with labels; see `holds_conversations`."""
-    return holds_conversations(path, OF_LABELS if labels else OF_PAIRS, [PAIR, *[LABELLED] * labels])
+    """Return whether a file holds pairs or, if `labels`, answers with labels; see `holds_conversations`.
+
+    Nested keys of these names mean nothing, so the first rows are parsed.
+    """
+    forms = [PAIR, *[LABELLED] * labels]
+    if not holds_conversations(path, OF_LABELS if labels else OF_PAIRS, forms):
+        return False
+    rows = read_conversations("", path, lambda row: row, BadRows(), lambda _, row: _row(row, ""))
+    return any(
+        row.keys() >= set(keys) and (keys != LABELLED or isinstance(row["label"], bool))
+        for row in islice(rows, FIRST_ROWS)
+        for keys in forms
+    )
 
 
 def holds_conversations(
