@@ -19,6 +19,7 @@ from zero_mpi.data.conversations.formats import (
     one_conversation,
     read_conversations,
 )
+from zero_mpi.data.conversations.row_sources import TABLES
 from zero_mpi.data.conversations.tokenized import CAUTIONS, ConversationReader, Totals
 from zero_mpi.errors import UsageError
 from zero_mpi.launch.world import World
@@ -93,6 +94,8 @@ def test_tables_and_packed_files_of_conversations(name, rows, tmp_path):
     path.write_bytes(SPELLED[name](rows))
     assert are_conversations([(name, path)])
     conversations = list(read_conversations("x", path, lambda conversation: conversation))
+    if path.suffix.lower() in TABLES:  # rows of tables have all keys, with null for those that a value lacks
+        rows = json.loads(json.dumps(rows).replace('"unit": null, ', ""))
     assert conversations == [one_conversation(f"x:{n}", row) for n, row in enumerate(rows, 1)]
 
 

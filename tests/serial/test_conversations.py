@@ -265,6 +265,16 @@ FORMS = {
     "sharegpt with": (
         {"conversations": [{"from": "user", "value": "a"}], "system": "s"}, said("a", system="s"),
     ),
+    "sharegpt's keys": (
+        {"conversations": [
+            {"from": "human", "value": "a", "name": "n"},
+            {"from": "gpt", "reasoning_content": "t", "tool_calls": [CALL]},
+        ]},
+        [AB[0] | {"name": "n"}, {"thinking": "t", "reasoning_content": "t", **CALLING, "tool_calls": [CALL]}],
+    ),
+    "prompt with": ({"prompt": "a", "completion": "b", "system": "s"}, said("a", "b", system="s")),
+    "messages with": ({"messages": AB, "system": "s"}, said("a", "b", system="s")),
+    "messages with two": ({"messages": said("a", system="s"), "system": "t"}, said("a", system="s")),
     "sharegpt's tool": (
         {"conversations": [{"from": "observation", "value": "a"}]}, [{"role": "tool", "content": "a"}],
     ),
@@ -418,7 +428,7 @@ NULLS = {
             CALLING
             | {"content": None, "tool_calls": [{"function": CALL | {"arguments": {"x": [], "y": None}}}]}
         ]},
-        [CALLING | {"tool_calls": [{"function": CALL | {"arguments": {"x": []}}}]}],
+        [CALLING | {"tool_calls": [{"function": CALL | {"arguments": {"x": [], "y": None}}}]}],
     ),
     "forms": ({"messages": None, "conversations": [], "prompt": "a", "completion": "b"}, AB),
     "empty": ({"messages": [AB[0], AB[1] | {"content": None, "tool_calls": []}]}, said("a", "")),

@@ -183,11 +183,14 @@ FORMS = [
     ({"chosen": [USER, BOT], "rejected": [USER, OTHER], "prompt": None}, ("q", "a", "b")),
     ({"prompt": "q", "completion": "a", "label": True}, ("q", "a", None)),
     ({"prompt": [USER], "completion": [OTHER], "label": False}, ("q", None, "b")),
+    ({"prompt": "q", "chosen": [BOT], "rejected": [OTHER]}, ("q", "a", "b")),
 ]
 
 
 @pytest.mark.parametrize(("row", "expected"), FORMS)
 def test_pairs_of_all_forms(row, expected):
+    spoken = one_pair("x:1", row | {"system": "s"}, labels=True)
+    assert {side.messages[0]["content"] for side in spoken if side is not None} == {"s"}
     pair = one_pair("x:1", row, labels=True)
     for side, text in zip(pair, expected[1:], strict=True):
         contents = None if side is None else [message["content"] for message in side.messages]

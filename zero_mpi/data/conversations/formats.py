@@ -2,8 +2,8 @@
 
     {"messages": [{"role": "user", "content": "..."}, ...]}
     {"prompt": "...", "completion": "..."}                               or both are lists of messages
-    {"instruction": "...", "input": "...", "output": "..."}              with `system`, if there is one
-    {"conversations": [{"from": "human", "value": "..."}, ...]}          with `system`, if there is one
+    {"instruction": "...", "input": "...", "output": "..."}
+    {"conversations": [{"from": "human", "value": "..."}, ...]}
 
 Rows of preferences hold a better and a worse answer to one prompt, or one answer with a label (good or bad):
 
@@ -11,8 +11,9 @@ Rows of preferences hold a better and a worse answer to one prompt, or one answe
     {"chosen": "...", "rejected": "..."}                                 the prompt is their common beginning
     {"prompt": "...", "completion": "...", "label": true}                for KTO
 
-Each form may also have `tools`. Other keys of a line are ignored; keys beside `role` and `content` are passed
-to the template. A key with a null value counts as absent, because tables have all keys in each row.
+Each form may also have `tools` and `system`, a text. Other keys of a line are ignored; keys beside `role` and
+`content` go to the template. A key of a row or message whose value is null counts as absent, in tables also a
+key inside other values.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from zero_mpi.files.text_streams import each_line, is_text
 T = TypeVar("T")
 
 USER, ASSISTANT, SYSTEM, TOOL = "user", "assistant", "system", "tool"
+INSTRUCTING = (SYSTEM, "developer")
 TRAINED = ("weight", "train", "train_on_turn", "training")  # keys of a message; 0 or false: no loss on it
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of a message that hold the model's thoughts
 CALLERS = ("function_call", "tool_call")  # roles whose content is an assistant's tool call as JSON
@@ -102,7 +104,7 @@ class Conversation:
 
     def with_system(self, text: str) -> Conversation:
         """Return the conversation with a system message in front, unless it has one already."""
-        if any(message["role"] in (SYSTEM, "developer") for message in self.messages):
+        if any(message["role"] in INSTRUCTING for message in self.messages):
             return self
         silent = frozenset(place + 1 for place in self.silent)
         messages = ({"role": SYSTEM, "content": text}, *self.messages)
@@ -204,7 +206,7 @@ def one_conversation(name: str, row: Any) -> Conversation:
         raise ValueError("expected at least one message, found none")
     everything = (*earlier, *messages)
     silent = frozenset(place for place, message in enumerate(everything) if not _is_trained(message))
-    return Conversation(name, everything, len(earlier), silent, _tools(row.get("tools")))
+    return _with_system(row, Conversation(name, everything, len(earlier), silent, _tools(row.get("tools"))))
 
 
 def one_pair(name: str, row: Any, labels: bool) -> Sides:
@@ -219,7 +221,8 @@ def one_pair(name: str, row: Any, labels: bool) -> Sides:
     tools = _tools(row.get("tools"))
 
     def side(key: str, earlier: list[Message], answer: list[Message]) -> Conversation:
-        conversation = Conversation(f"{name} {key}", (*earlier, *answer), len(earlier), tools=tools)
+        messages = (*earlier, *answer)
+        conversation = _with_system(row, Conversation(f"{name} {key}", messages, len(earlier), tools=tools))
         if not conversation.turns:
             raise ValueError(f"{key}: expected an answer of the assistant, found none")
         return conversation
@@ -242,6 +245,8 @@ def _prompt_and_answers(row: Message) -> tuple[list[Message], list[Message], lis
         better, worse = (_messages(key, row[key]) for key in PAIR)
         if isinstance(prompt, list):
             return _messages("prompt", prompt), better, worse
+        if prompt is not None:
+            better, worse = (_after_prompt(row, messages) for messages in (better, worse))
         at = _first_difference(better, worse)  # the common beginning of the two answers is the prompt
         return better[:at], better[at:], worse[at:]
     if list in kinds:
@@ -259,6 +264,14 @@ def _prompt_and_answers(row: Message) -> tuple[list[Message], list[Message], lis
     return earlier, chosen, rejected
 
 
+def _after_prompt(row: Message, messages: list[Message]) -> list[Message]:
+    """Return the messages of an answer with the prompt, a text, before them, unless they begin with it."""
+    roles = [message["role"] for message in messages]
+    at = next((place for place, role in enumerate(roles) if role not in INSTRUCTING), len(roles))
+    prompt = [] if roles[at : at + 1] == [USER] else [_text_message(USER, row, "prompt")]
+    return [*messages[:at], *prompt, *messages[at:]]
+
+
 def _first_difference(a: Any, b: Any) -> int:
     """Return the first index at which two texts or lists differ, at most the last index of the shorter."""
     return min(common(a, b), max(0, min(len(a), len(b)) - 1))
@@ -274,16 +287,7 @@ def _row(value: Any, expected: str) -> Message:
     """Return `value` without the keys whose value is null. Raise ValueError if `value` is not an object."""
     if not isinstance(value, dict):
         raise ValueError(f"{expected}, found {quoted(value)}")
-    row: Message = _without_nulls(value)
-    return row
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, list):
-        return list(map(_without_nulls, value))
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_nulls(child) for key, child in value.items() if child is not None}
+    return {key: field for key, field in value.items() if field is not None}
 
 
 def _keys_of(row: Message) -> str:
@@ -327,7 +331,7 @@ def _by_instruction(row: Message) -> tuple[list[Message], list[Message]]:
     question = _text_message(USER, row, "instruction")
     if row.get("input"):
         question["content"] += "\n\n" + _text_message(USER, row, "input")["content"]
-    return [*_by_system(row), question], [_text_message(ASSISTANT, row, "output")]
+    return [question], [_text_message(ASSISTANT, row, "output")]
 
 
 def _by_speakers(row: Message) -> tuple[list[Message], list[Message]]:
@@ -335,13 +339,12 @@ def _by_speakers(row: Message) -> tuple[list[Message], list[Message]]:
     messages = []
     for place, turn in enumerate(_message_list("conversations", row["conversations"])):
         label = f"conversations[{place}]"
-        if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+        if not isinstance(turn, dict) or turn.get("from") is None:
             raise ValueError(f"{label}: expected an object with from and value, found {quoted(turn)}")
-        weights = {key: turn[key] for key in TRAINED if key in turn}
-        messages.append(
-            _message(label, {"role": turn["from"], "content": turn["value"], **weights}, "from", "value")
-        )
-    return [], [*_by_system(row), *messages]
+        others = {key: field for key, field in turn.items() if key not in ("from", "value")}
+        message = {**others, "role": turn["from"], "content": turn.get("value")}
+        messages.append(_message(label, message, "from", "value"))
+    return [], messages
 
 
 FORMS: tuple[tuple[tuple[str, ...], Callable[[Message], tuple[list[Message], list[Message]]]], ...] = (
@@ -352,8 +355,11 @@ FORMS: tuple[tuple[tuple[str, ...], Callable[[Message], tuple[list[Message], lis
 )
 
 
-def _by_system(row: Message) -> list[Message]:
-    return [_text_message(SYSTEM, row, "system")] if row.get("system") else []
+def _with_system(row: Message, conversation: Conversation) -> Conversation:
+    """Return the conversation of a row with the row's system message, if the messages have none."""
+    if not row.get("system"):
+        return conversation
+    return conversation.with_system(_text_message(SYSTEM, row, "system")["content"])
 
 
 def _text_message(role: str, row: Message, key: str) -> Message:
@@ -374,8 +380,9 @@ def _messages(key: str, value: Any) -> list[Message]:
 
 def _message(label: str, value: Any, of_role: str = "role", of_content: str = "content") -> Message:
     """Return a message; it may lack content if it calls tools. `of_role`, `of_content`: keys in errors."""
-    if not isinstance(value, dict) or "role" not in value:
+    if not isinstance(value, dict) or value.get("role") is None:
         raise ValueError(f"{label}: expected an object with role and content, found {quoted(value)}")
+    value = {key: field for key, field in value.items() if field is not None}
     name, content = str(value["role"]).lower(), value.get("content")
     message: Message = {key: field for key, field in value.items() if field != []}
     if name in CALLERS:

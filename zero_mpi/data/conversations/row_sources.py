@@ -94,7 +94,16 @@ def _table(path: Path) -> Iterator[Any]:
         for batch in table.iter_batches(ROWS, columns=columns):
             batch.validate(full=True)  # opening an Arrow file does not check its content
             for start in range(0, batch.num_rows, ROWS):
-                yield from batch.slice(start, ROWS).to_pylist()
+                yield from map(_without_nulls, batch.slice(start, ROWS).to_pylist())
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without keys whose value is null: each row of a table has all keys."""
+    if isinstance(value, list | tuple):
+        return list(map(_without_nulls, value))
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(child) for key, child in value.items() if child is not None}
 
 
 def _document(path: Path) -> list[Any] | None:
