@@ -50,18 +50,20 @@ def write_megatron(folder, code=8, dtype="<u2", **changes):
     return folder / "tokens.bin"
 
 
-def write_arrow(folder, kind="int32", column="input_ids", large=False, stream=True, **options):
+def write_arrow(folder, kind="int32", column="input_ids", large=False, stream=True, labels=(), **options):
     """Write a stream of batches as `datasets` does; the first batch is a slice without its first row."""
     arrow = pytest.importorskip(
         "pyarrow", reason="the package pyarrow is not installed", exc_type=ImportError
     )
     lists = (arrow.large_list if large else arrow.list_)(getattr(arrow, kind)())
-    schema = arrow.schema([("other", arrow.string()), (column, lists)])
+    marks = arrow.list_(arrow.int8())
+    schema = arrow.schema([("other", arrow.string()), (column, lists), ("labels", marks)])
     path = folder / "data-00000-of-00001.arrow"
     new = arrow.ipc.new_stream if stream else arrow.ipc.new_file
     with new(path, schema, options=arrow.ipc.IpcWriteOptions(**options)) as out:
         for rows in ([[1, 2], *DOCUMENTS[:2]], DOCUMENTS[2:]):
             columns = [arrow.array(["x"] * len(rows)), arrow.array(rows, lists)]
+            columns.append(arrow.array([labels] * len(rows), marks))
             batch = arrow.record_batch(columns, schema)
             out.write_batch(batch.slice(1) if rows[0] == [1, 2] else batch)
     return path
@@ -87,7 +89,7 @@ def ids_of(document):
         (write_megatron, {"code": 4, "dtype": "<i4"}, ENDS),
         (write_megatron, {"code": 5, "dtype": "<i8"}, ENDS),
         (write_megatron, {"borders": [0, 2, 2, 5]}, [4, 10]),
-        (write_arrow, {}, ENDS),
+        (write_arrow, {"labels": [1, 2]}, ENDS),
         (write_arrow, {"kind": "int64"}, ENDS),
         (write_arrow, {"kind": "uint16", "large": True}, ENDS),
         (write_arrow, {"stream": False}, ENDS),
@@ -125,8 +127,9 @@ def test_ids_without_a_header_are_said_to_be_some(tmp_path):
         *((write_megatron, {"borders": b}, "from 0 to 5") for b in ([0, 3, 2, 5], [0, 4], [])),
         (write_megatron, {"sizes": [3, 1, 0, 3, 3]}, "sequences"),
         (write_megatron, {"code": 4}, "expected [0-9]+ bytes"),
-        (write_arrow, {"column": "text"}, "input_ids, found other, text"),
+        (write_arrow, {"column": "text"}, "input_ids, found other, text, labels"),
         (write_arrow, {"kind": "float32"}, "found float"),
+        (write_arrow, {"labels": [1, -100]}, "-100 in labels"),
         (write_arrow, {"compression": "zstd"}, "compressed"),
     ],
 )

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from io import FileIO
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ MEGATRON_TYPES = {code: np.dtype(name) for code, name in {3: "<i2", 4: "<i4", 5:
 MEGATRON_MOST = (1 << 31) - 1  # maximum number of ids in a document, because its size is stored as int32
 MEGATRON_NAMES = {1: "uint8", 2: "int8", 6: "float64", 7: "float32"}
 ARROW_KINDS = ("int16", "int32", "int64", "uint16", "uint32")
+MASKS = {"labels": -100, "assistant_masks": 0, "completion_mask": 0}  # columns, and what excludes a token
 NPY_HEADERS = {  # keyed by the format's version; version 3.0 is 2.0 with field names in UTF-8
     (1, 0): npy.read_array_header_1_0,
     (2, 0): npy.read_array_header_2_0,
@@ -171,6 +173,7 @@ def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
     try:
         with library.memory_map(str(path)) as mapped:
             batches = list(ArrowFile(library, mapped).batches)
+            _check_masks(library, batches[:1])
             mapped.seek(0)
             base = mapped.read_buffer(mapped.size()).address
             for batch in batches:
@@ -191,6 +194,16 @@ def arrow_layout(path: Path, file: FileIO) -> TokenLayout:
         types = ", ".join(sorted(kinds)) or "no rows"
         raise ValueError(f"expected ids of one type of {', '.join(ARROW_KINDS)}; found {types}")
     return TokenLayout(runs, np.dtype(kinds.pop()).newbyteorder("<"), np.concatenate(ends))
+
+
+def _check_masks(library: Any, batches: list[Any]) -> None:
+    """Raise ValueError if a column of these batches takes tokens out of the loss: all ids count here."""
+    for batch, (name, value) in product(batches, MASKS.items()):
+        column = batch.column(name) if name in batch.schema.names else None
+        if column is not None and library.types.is_list(column.type):
+            column.validate(full=True)
+            if value in column.flatten().to_numpy(zero_copy_only=False):
+                raise ValueError(f"expected ids that all count in the loss, found {value} in {name}")
 
 
 def _ids_column(library: Any, batch: Any) -> Any:
