@@ -18,27 +18,27 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9247, "package": 49433, "tests": 41476}
+TOTAL = {"engine": 9186, "package": 49469, "tests": 41960}
 ROOMS = {
-    "checkpoint": 4245,
-    "cli": 251,
-    "comm": 3983,
-    "commands": 7709,
-    "compat": 763,
-    "config": 1326,
-    "data": 5865,
-    "device": 746,
-    "environment": 375,
-    "files": 896,
-    "launch": 2007,
-    "models": 1173,
-    "nn": 2291,
-    "ops": 7280,
-    "optim": 673,
-    "plan": 2197,
-    "sharding": 2645,
-    "telemetry": 1311,
-    "train": 3437,
+    "checkpoint": 4266,
+    "cli": 255,
+    "comm": 3960,
+    "commands": 7777,
+    "compat": 786,
+    "config": 1332,
+    "data": 5942,
+    "device": 740,
+    "environment": 369,
+    "files": 887,
+    "launch": 2005,
+    "models": 1163,
+    "nn": 2275,
+    "ops": 7206,
+    "optim": 675,
+    "plan": 2196,
+    "sharding": 2628,
+    "telemetry": 1334,
+    "train": 3417,
 }
 # The engine, the code to read to understand a step: some complete packages, and single files.
 ENGINE = ("device", "nn", "models", "sharding", "optim", "environment/__init__.py", "errors.py")
@@ -46,7 +46,7 @@ ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "t
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # limits on the lines of functions
-WORDS = {"pages": 25398, "README.md": 1000}  # number of words, as `wc -w` counts them
+WORDS = {"pages": 25426, "README.md": 1000}  # number of words, as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),

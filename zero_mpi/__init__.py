@@ -3,8 +3,6 @@
 Importing it starts neither MPI nor CUDA. The names below are loaded at their first use.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -5,8 +5,6 @@ was found. It should not hang three calls later because it waits for a rank that
 scalars count as numbers; True does not. All errors are ValueError.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Collection

@@ -4,8 +4,6 @@ A checkpoint has a signature over all keys, which reveals most changes. Many cas
 again, as a program that writes such a folder would do.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

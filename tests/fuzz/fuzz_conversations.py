@@ -1,7 +1,5 @@
 """Faulty files of conversations and questions, and chat templates that fail or do not end."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -3,8 +3,6 @@
 The files are written as raw bytes, because the package's writer would refuse most of them.
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass, field
 from functools import cache

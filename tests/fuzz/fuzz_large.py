@@ -1,7 +1,5 @@
 """Files that are small on disk and large when read: sparse files behind indices, gzip and zstd bombs."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import struct

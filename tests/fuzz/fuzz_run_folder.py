@@ -3,8 +3,6 @@
 A small run is trained when this module is imported; each case writes it again and damages it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Hugging Face folders with faulty configuration, safetensors, index or tokenizer files."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Callable

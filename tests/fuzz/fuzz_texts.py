@@ -1,7 +1,5 @@
 """Faulty inputs of tokenize (lines, compressed files, Parquet) and faulty files of an earlier run."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Token files with faulty headers, lengths, types or ids, and other files with names of token files."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -3,8 +3,6 @@
 Model sizes stay moderate, because a command may be slow for a large model.
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from random import Random

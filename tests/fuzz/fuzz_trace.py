@@ -1,7 +1,5 @@
 """Faulty timelines for `trace`: wrong types of events, compression bombs, sparse and special files."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

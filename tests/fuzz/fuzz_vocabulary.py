@@ -1,7 +1,5 @@
 """Vocabularies with long tokens, merges or spellings, and texts that match them everywhere."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from random import Random

@@ -12,8 +12,6 @@ This process imports the package once. Making the files and running the command 
 process, so that a run takes milliseconds and the system counts its time and memory separately.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Odd texts, numbers, JSON values, byte edits and special files for all fuzzers."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Sequence

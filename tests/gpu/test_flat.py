@@ -1,7 +1,5 @@
 """Operations on flat GPU buffers are bit-identical to the reference, for any cut and alignment."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ and rounded once, as `ops.low_precision` defines. Shapes include odd cases: one 
 and shorter than a block, tiles, and arrays with any offset or gaps. NaN around the arrays must not change.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from importlib import import_module

@@ -10,18 +10,10 @@ import pytest
 import tiny
 from checkpoints import load_checkpoint, save_checkpoint
 
-from zero_mpi import (
-    FULL_SHARD,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    SerialComm,
-    ShardedModule,
-    ShardedOptimizer,
-    device,
-    ops,
-)
+from zero_mpi import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, SerialComm, ShardedModule, device, ops
 from zero_mpi.checkpoint.state import Contribution, Description, Snapshot, TrainingProgress
 from zero_mpi.compat.module import ALL
+from zero_mpi.compat.optimizer import ShardedOptimizer
 from zero_mpi.errors import UsageError
 from zero_mpi.models import GPT2
 from zero_mpi.nn import Linear, Stage

@@ -4,18 +4,10 @@ import numpy as np
 import pytest
 import tiny
 
-from zero_mpi import (
-    DDP,
-    NO_SHARD,
-    GradAccum,
-    Rule,
-    SerialComm,
-    ShardedAdamW,
-    ShardedLinear,
-    ShardedOptimizer,
-    clip_grad_norm,
-    cross_entropy,
-)
+from zero_mpi import DDP, NO_SHARD, SerialComm, ShardedAdamW, ShardedLinear, clip_grad_norm, cross_entropy
+from zero_mpi.compat.accumulation import GradAccum
+from zero_mpi.compat.optimizer import ShardedOptimizer
+from zero_mpi.optim.rule import Rule
 from zero_mpi.sharding.precision import BF16
 from zero_mpi.sharding.strategy import STRATEGIES
 

@@ -8,47 +8,36 @@ import pytest
 import tiny
 from mpi4py import MPI
 
-from zero_mpi import (
-    FULL_SHARD,
-    HYBRID_SHARD,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    AdamW,
-    GradAccum,
-    MPIComm,
-    Muon,
-    SerialComm,
-    ShardedModule,
-    ShardedOptimizer,
-    load,
-    save,
-)
+import zero_mpi
 from zero_mpi.comm.shared.comm import SharedComm
 from zero_mpi.sharding.precision import BF16, FP32
 
 WORLD = MPI.COMM_WORLD
 MODEL = tiny.MODELS["llama"]
 MATRICES = [name for name, p in MODEL.params().items() if name.startswith("blk.") and len(p.shape) > 1]
-STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD]
+STRATEGIES = [zero_mpi.FULL_SHARD, zero_mpi.SHARD_GRAD_OP, zero_mpi.NO_SHARD, zero_mpi.HYBRID_SHARD]
 PRECISIONS = {"fp32": FP32, "bf16": BF16}
 STEPS, ROUNDS, LR, DECAY = 4, 4, 1e-2, 0.1
-COMMS = {"mpi": MPIComm, "fast": lambda: MPIComm(exact=False), "shared": SharedComm}
+COMMS = {"mpi": zero_mpi.MPIComm, "fast": lambda: zero_mpi.MPIComm(exact=False), "shared": SharedComm}
 
 kinds = pytest.mark.parametrize("precision", PRECISIONS)
 strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 
 
-def made(comm, strategy=FULL_SHARD, precision="fp32", ema=None):
-    module = ShardedModule(
+def made(comm, strategy=zero_mpi.FULL_SHARD, precision="fp32", ema=None):
+    module = zero_mpi.ShardedModule(
         MODEL.stages(), comm, strategy, whole=MATRICES, precision=PRECISIONS[precision], bucket_mb=0.01
     )
     module.initialize(0)
-    rules = {"*": AdamW(), **dict.fromkeys(MATRICES, Muon(kind=PRECISIONS[precision].compute))}
-    return module, ShardedOptimizer(module, rules, lr=LR, weight_decay=DECAY, ema=ema)
+    rules = {
+        "*": zero_mpi.AdamW(),
+        **dict.fromkeys(MATRICES, zero_mpi.Muon(kind=PRECISIONS[precision].compute)),
+    }
+    return module, zero_mpi.ShardedOptimizer(module, rules, lr=LR, weight_decay=DECAY, ema=ema)
 
 
 def trained(module, optimizer, steps):
-    accumulator, norms = GradAccum(module, ROUNDS), []
+    accumulator, norms = zero_mpi.GradAccum(module, ROUNDS), []
     for step in steps:
         tiny.run_step(module, accumulator, MODEL, step, ROUNDS)
         norms.append(optimizer.step(max_norm=1.0).grad_norm)
@@ -57,7 +46,7 @@ def trained(module, optimizer, steps):
 
 @pytest.fixture(scope="module")
 def alone():
-    return {kind: trained(*made(SerialComm(), precision=kind), range(STEPS)) for kind in PRECISIONS}
+    return {kind: trained(*made(zero_mpi.SerialComm(), precision=kind), range(STEPS)) for kind in PRECISIONS}
 
 
 @kinds
@@ -81,7 +70,7 @@ def owned_of(unit):
 
 def test_a_sum_by_the_library_reaches_all_owners(alone):
     comm = COMMS["fast"]()
-    module, optimizer = made(comm, NO_SHARD)
+    module, optimizer = made(comm, zero_mpi.NO_SHARD)
     norms, _ = trained(module, optimizer, range(STEPS))
     assert norms == pytest.approx(alone["fp32"][0], rel=1e-4)
     comm.close()
@@ -90,16 +79,16 @@ def test_a_sum_by_the_library_reaches_all_owners(alone):
 @strategies
 def test_a_run_that_was_saved_goes_on(alone, strategy, tmp_path_factory):
     folder = WORLD.bcast(tmp_path_factory.mktemp("muon") / "state" if WORLD.rank == 0 else None)
-    comm = MPIComm()
+    comm = zero_mpi.MPIComm()
     module, optimizer = made(comm, strategy)
     trained(module, optimizer, range(2))
-    save(folder, module, optimizer)
+    zero_mpi.save(folder, module, optimizer)
     if WORLD.rank == 0:  # rank 0 alone resumes the checkpoint that all ranks wrote
-        second = made(SerialComm())
-        assert load(folder, *second) == 2
+        second = made(zero_mpi.SerialComm())
+        assert zero_mpi.load(folder, *second) == 2
         assert trained(*second, range(2, STEPS))[1] == alone["fp32"][1]
-    second = made(comm, SHARD_GRAD_OP)
-    assert load(folder, *second) == 2
+    second = made(comm, zero_mpi.SHARD_GRAD_OP)
+    assert zero_mpi.load(folder, *second) == 2
     assert trained(*second, range(2, STEPS))[1] == alone["fp32"][1]
     comm.barrier()
     if WORLD.rank == 0:
@@ -119,9 +108,9 @@ def orthogonal(x):
 
 
 def test_weights_are_those_of_a_program_in_float64():
-    comm = MPIComm()
+    comm = zero_mpi.MPIComm()
     module, optimizer = made(comm)
-    accumulator = GradAccum(module, ROUNDS)
+    accumulator = zero_mpi.GradAccum(module, ROUNDS)
     weights = {name: x.astype(np.float64) for name, x in module.state_dict().items() if name in MATRICES}
     momentum = dict.fromkeys(MATRICES, 0.0)
     for step in range(20):

@@ -7,8 +7,6 @@ come last, so they win), `says` is the expected output; 8 and 4 ranks become 2. 
 runs it; `why` says so.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 SMALL = (

@@ -1,7 +1,5 @@
 """Parser of the commands in the documentation: shell lines and Python programs in the order of the page."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import dataclass

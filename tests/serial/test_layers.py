@@ -1,7 +1,5 @@
 """Every layer's backward is the derivative of its forward, and every layer keeps the contract of `Layer`."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """llama.cpp opens the files that the runtime writes and computes the same results from them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """`plan --machine FILE.toml`: the plan uses the file's figures or refuses the file in one line."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from copy import deepcopy

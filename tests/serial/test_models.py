@@ -1,7 +1,5 @@
 """Models have the tensors and keys of their GGUF architecture, and their files give the same models back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

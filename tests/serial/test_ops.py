@@ -4,8 +4,6 @@ test_layers.py compares most backward operations with difference quotients. Shap
 are float64. A test names its operations with `shows`; an operation without a test fails the suite.
 """
 
-from __future__ import annotations
-
 import cmath
 import contextlib
 import itertools

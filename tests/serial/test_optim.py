@@ -1,7 +1,5 @@
 """Tests of ShardedAdamW against AdamW in float64, of clipping and skipped steps, and of initial values."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The files of `packaging/` have the version and the dependencies of pyproject.toml."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

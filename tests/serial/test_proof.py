@@ -1,7 +1,5 @@
 """`proof.jsonl`: its chain shows any change, and a resume continues it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

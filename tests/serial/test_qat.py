@@ -1,7 +1,5 @@
 """Quantization-aware training uses exactly the weights of the exported file, at any number of ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

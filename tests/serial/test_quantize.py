@@ -1,7 +1,5 @@
 """Exports in llama.cpp's mixes have its types, bytes and logits, with and without an importance matrix."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The safetensors reader and writer agree with the `safetensors` library; damaged files are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ llama.cpp tokenizes in its web server on the loopback interface; a tiny model wi
 vocabularies. The tests are skipped if the `xllamacpp` wheel is not installed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operations refuse arrays with wrong shapes or types, in the reference and the compiled version."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

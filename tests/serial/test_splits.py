@@ -1,7 +1,5 @@
 """A model in several files is opened through its first part, and all parts are checked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

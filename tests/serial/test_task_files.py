@@ -1,7 +1,5 @@
 """Published task files have the same log-likelihoods and shares as in lm-evaluation-harness and CORE."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

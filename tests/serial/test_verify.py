@@ -1,7 +1,5 @@
 """`zero-mpi verify` confirms unchanged runs on any ranks and names the first difference of changed runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

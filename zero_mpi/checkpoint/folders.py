@@ -9,8 +9,6 @@ a rename makes the checkpoint visible, and a second rename replaces `latest`. So
 names is complete even if the process is killed at any moment. Only rank 0 calls functions that change files.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -4,8 +4,6 @@ For each matrix NAME, a GGUF of type `imatrix` holds NAME.in_sum2 (M, in), the s
 inputs over tokens, and NAME.counts (M, 1), the number of tokens. M is the number of experts, or 1.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

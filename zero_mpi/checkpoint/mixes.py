@@ -5,8 +5,6 @@ gets a type with shorter blocks, or F16. With q4_0 to q5_1 (unless `pure`), embe
 every token passes through them, and small models lose most accuracy there. `MIXES` is from llama-quant.cpp.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ header does not depend on the digests, rank 0 can write the headers last. Then e
 it wrote. If any rank fails, all ranks raise its error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections import defaultdict, deque

@@ -4,8 +4,6 @@ For a background save, each rank keeps a copy of its slices until they are writt
 raise the error: in `save`, or in the next `wait`, which the caller must call once `failed` is true.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

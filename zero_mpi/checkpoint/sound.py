@@ -10,8 +10,6 @@ pieces of its slice, and no rank needs the full tensor. XXH3 hashes at the speed
 of disks and memory. A sha256 of all bytes would be slower than a good disk. Deliberate changes may pass.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One interface to weights in all formats: GGUF files, checkpoints and Hugging Face folders."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ other error, with the most similar known flag; for a flag that was removed, the 
 This module imports only modules that load fast.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import difflib

@@ -1,7 +1,5 @@
 """Text of commands: lines, numbers with units, lists of names and ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterable, Sequence

@@ -6,8 +6,6 @@ If the digests differ, the ranks exchange the facts themselves, and all ranks ra
 names the first difference. A single rank runs the same code.
 """
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections import Counter

@@ -5,8 +5,6 @@ readings of rank 0's clock. Of several round trips, the shortest is used; its er
 duration (F. Cristian, Probabilistic clock synchronization, 1989).
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any, NamedTuple
 

@@ -8,8 +8,6 @@ start: digests are gathered over separate communicators, and if one differs, all
 which collective. The wrapped transport runs the collectives, so results do not change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections import deque

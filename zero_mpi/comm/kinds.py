@@ -4,8 +4,6 @@ Every `Comm` has a kind (`comm.kind`). This is the only list of kinds: the value
 transport that a run uses and the sizes in a plan come from here. This module needs neither MPI nor a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Exact reductions are at least as fast as Reduce_scatter, because their receive b
 Parameters, gradients and control messages have separate communicators, so they cannot be mixed up.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from itertools import count

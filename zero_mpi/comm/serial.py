@@ -1,7 +1,5 @@
 """Transport for one process, which runs the same code as several ranks. Its collectives only copy or add."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

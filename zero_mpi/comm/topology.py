@@ -8,8 +8,6 @@ With ZERO_MPI_RANKS_PER_NODE=n in the environment, every n ranks count as a node
 features for several nodes can be tried on one machine.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from functools import cached_property

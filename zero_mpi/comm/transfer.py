@@ -5,8 +5,6 @@ counter in shared memory). So the progress thread (`ProgressEngine`), a call of 
 caller's `wait` can advance a reduction of many chunks.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

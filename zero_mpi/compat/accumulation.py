@@ -1,7 +1,5 @@
 """Gradient accumulation for scripts: the engine's class, with checks of the order of calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from numbers import Real
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules for scripts: the engine's class with checks, `DDP`, and a row-sharded linear layer."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod

@@ -1,7 +1,5 @@
 """Optimizers for scripts: the engine's class with checks and updates of any arrays, and `ShardedAdamW`."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

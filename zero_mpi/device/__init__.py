@@ -12,8 +12,6 @@ copies only the gradient's norm from the GPU, and losses stay on the GPU until t
 the host can launch further work while the GPU computes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from typing import Any

@@ -4,8 +4,6 @@ Transports use this module and not `ops`, because they add arriving chunks on a 
 because `comm` does not import `ops`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Types and constants that all devices share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Array = Any  # numpy.ndarray or cupy.ndarray, which share the methods that are used here

@@ -6,8 +6,6 @@ number of threads. If a node has more ranks than cores, a waiting MPI library mu
 would be 10 to 100 times slower. `portable` has the additional settings for `--bits portable`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -5,8 +5,6 @@ process that exceeds the memory limit is killed; a process that exceeds its CPU 
 of each period, usually a tenth of a second.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import time

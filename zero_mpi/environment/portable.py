@@ -7,8 +7,6 @@ versions; functions of `ops.elementary` replace them. The instruction set is x86
 most Intel processors have had since 2013 and AMD processors since 2015.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import MutableMapping, Sequence

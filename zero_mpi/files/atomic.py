@@ -4,8 +4,6 @@ If the writer is killed, the disk is full or the power fails, the file has the o
 a part of the new content. Checkpoints do the same with a folder (`checkpoint.folders`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

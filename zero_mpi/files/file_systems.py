@@ -10,8 +10,6 @@ Properties that the code can test when it needs them are not listed here: whethe
 in one step (`checkpoint.folders`), whether file locks work (`launch.folder_lock`).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import suppress

@@ -3,8 +3,6 @@
 A message shows such a text as one line of bounded length without terminal control characters.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import unicodedata

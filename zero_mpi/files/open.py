@@ -4,8 +4,6 @@ Only regular files are opened, because a pipe could block forever and a device n
 `open_in_place` opens files safely to overwrite, append to or truncate them.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

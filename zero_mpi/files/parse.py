@@ -1,7 +1,5 @@
 """Parsers of untrusted JSON and TOML: any text, however nested, gives a value or one kind of error."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -4,8 +4,6 @@ A packed file can only be read from its beginning, so each rank reads it once an
 parts in file order.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 import zlib

@@ -4,8 +4,6 @@ Hosts may differ, for example in the environment or in the copy of a file. Such 
 would train differently. Ranks therefore compare these facts; one short message suffices if all agree.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -11,8 +11,6 @@ open or mapped. To find these, it asks for a lease, which the kernel grants only
 file open. A file's name does not identify its job, and a list of processes lacks those of other containers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -11,8 +11,6 @@ call `signals.listen()`. On Ctrl-C `train` saves and `tokenize` ends so that it 
 command prints a line and ends immediately with status 130. Importing the package changes no signal handler.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

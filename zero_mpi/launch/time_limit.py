@@ -6,8 +6,6 @@ can be extended later, so squeue or qstat reports the time left. A thread runs t
 batch system is slow; without an answer the limit is kept.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

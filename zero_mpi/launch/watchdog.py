@@ -14,8 +14,6 @@ whose host is lost, has not signed, so the report names it. The times in the sta
 system's clock, because the clocks of hosts differ. A file's name contains a digest of its job.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

@@ -4,8 +4,6 @@ If a rank of an MPI job dies of an exception, the other ranks wait for it. So th
 exceptions of a command.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import math
 import os

@@ -1,7 +1,5 @@
 """Model architectures, by their GGUF names. Each module of this package registers its classes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from importlib import import_module
 from pkgutil import iter_modules

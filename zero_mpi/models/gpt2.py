@@ -1,7 +1,5 @@
 """The `gpt2` architecture: LayerNorm, learned positions, one qkv matrix, GELU (Radford et al., 2019)."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

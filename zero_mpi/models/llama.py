@@ -8,8 +8,6 @@ and k over all heads. In olmo2, outputs of attention and feed-forward are normal
 olmoe, the weights of the used experts do not sum to 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

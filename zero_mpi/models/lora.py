@@ -1,7 +1,5 @@
 """LoRA configuration of a model: the projections that get adapters (`nn.adapters`), and their rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

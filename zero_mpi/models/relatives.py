@@ -12,8 +12,6 @@ norm before and one after them, and q and k are normalized per head. The rotary 
 window have a separate base, which is never scaled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar

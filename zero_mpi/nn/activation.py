@@ -1,7 +1,5 @@
 """Layers: multiplication by a number, GELU, and the gated projections SwiGLU and GeGLU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ a = `NAME.lora_a` (R, C) random and b = `NAME.lora_b` (O, R) zero at the start, 
 full name, as in llama.cpp. s is alpha / R.
 """
 
-from __future__ import annotations
-
 from functools import singledispatch
 from typing import Any
 

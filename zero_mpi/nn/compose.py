@@ -1,7 +1,5 @@
 """Layers made of other layers: a sequence, a residual connection, or a layer recomputed to save memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Token embedding and learned positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from zero_mpi import ops

@@ -9,8 +9,6 @@ of experts that a token uses. C is a count, so the derivative with respect to a 
 `z_loss` is the mean over tokens of log(sum(exp(logits)))^2, summed over layers (Zoph et al., "ST-MoE", 2022).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from types import SimpleNamespace

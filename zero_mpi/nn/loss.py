@@ -4,8 +4,6 @@ A `HeadLoss` holds the targets of a micro-batch, and its methods run the last st
 use only this interface, so a new loss is a new class here and needs no change elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

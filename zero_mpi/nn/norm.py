@@ -1,7 +1,5 @@
 """RMSNorm and LayerNorm over the last axis."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from zero_mpi import ops

@@ -6,8 +6,6 @@ Loss names are TRL's. DPO: Rafailov et al. 2023; IPO: Azar et al. 2023, on avera
 SimPO: Meng et al. 2024; ORPO: Hong et al. 2024, without its cross-entropy; KTO: Ethayarajh et al. 2024.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Definitions of elementwise activations and gated activations, with the conventions of `reference`."""
 
-from __future__ import annotations
-
 import math
 
 from zero_mpi.device.arrays import namespace

@@ -4,8 +4,6 @@ A block holds a few elements with their own scales. A tensor is a sequence of fu
 `gguf.quants.dequantize` defines the meaning of the bytes; `ops.cpu.dequantize` has kernels for `PACKED`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import ml_dtypes

@@ -5,8 +5,6 @@ and machines of different types may share a home directory. Code from the folder
 must belong to this user. If no such folder can be written, every run compiles into a temporary folder.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import hashlib

@@ -7,8 +7,6 @@ roots, and powers of two by their bits) and `decimal`, which does not use the pr
 use the libraries' functions. Training code takes these functions from here, never from `math` or NumPy.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Callable, Iterable

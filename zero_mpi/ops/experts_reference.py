@@ -4,8 +4,6 @@ T tokens choose U of N experts each. The R = T U rows are sorted by expert, then
 the choices: `starts` (N + 1,) has the first row of each expert, and R.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Definitions of operations on flat buffers: updates, averages, sums, and unpacking of GGUF blocks."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

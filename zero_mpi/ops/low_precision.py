@@ -6,8 +6,6 @@ Statistics that forward keeps for backward, losses and tables of rotary position
 A gradient to which an operation adds keeps its own type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature

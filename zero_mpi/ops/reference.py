@@ -5,8 +5,6 @@ heads, R = H / K, D width of a head, V vocabulary. Gradients of parameters are *
 them. No other input is written unless its docstring says so. Results have the inputs' type, losses float64.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from zero_mpi.arguments import UNCOUNTED

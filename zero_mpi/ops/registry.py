@@ -4,8 +4,6 @@ Both decorators return the function unchanged. The package and its tests get all
 module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import wraps
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Rounding to the values of a quantized type, so that training uses the same weights as the exported file."""
 
-from __future__ import annotations
-
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize

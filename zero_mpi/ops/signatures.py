@@ -10,8 +10,6 @@ float32, whichever is wider; `real` is any real type, `whole` any integer type. 
 number or a string, which a condition after a semicolon may use. Results follow an arrow and have no names.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 neither. Operations and the plan therefore both use the numbers and formulas of this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from zero_mpi.device.arrays import side_by_side

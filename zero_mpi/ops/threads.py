@@ -7,8 +7,6 @@ Results that depend on one row are bit-identical for any number of threads. Sums
 part, in the order of the rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, partial

@@ -8,8 +8,6 @@ longer than a block, and sizes that are divided among threads. Nothing depends o
 model. Unpacking quantized blocks is not tried: it adds nothing up, and the format defines its results.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

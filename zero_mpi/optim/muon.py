@@ -7,8 +7,6 @@ as large as AdamW's (Liu et al., "Muon is Scalable for LLM Training", 2025), so 
 learning rate and weight decay.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

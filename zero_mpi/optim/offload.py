@@ -6,8 +6,6 @@ events order the three, so transfers overlap. Results are bit-identical to updat
 (ZeRO-Offload, Ren et al., 2021, updates on the host; with today's links to a GPU, that is slower.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

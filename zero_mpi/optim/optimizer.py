@@ -6,8 +6,6 @@ have the same gradient norm, and all skip a step if the norm is not finite.
 This class does not check its arguments; `zero_mpi.compat.ShardedOptimizer`, which scripts use, does.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass

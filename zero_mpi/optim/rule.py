@@ -1,7 +1,5 @@
 """Update rules of an optimizer: the interface `Rule`, AdamW, and quantization-aware training."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Plans of cases: memory, traffic and time; sweeps over the number of ranks; largest micro-batch."""
 
-from __future__ import annotations
-
 import sys
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, replace

@@ -4,8 +4,6 @@
 store the sum: only as a shard or, if every rank updates all parameters, also in full.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

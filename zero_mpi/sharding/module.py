@@ -8,8 +8,6 @@ This class does not check its arguments. `zero_mpi.compat.ShardedModule`, which 
 and the order of calls.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property

@@ -6,8 +6,6 @@ values of a leaf sends their sum. If several ranks have values of a leaf, they s
 ranks send about one number per 100,000 parameters.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import accumulate

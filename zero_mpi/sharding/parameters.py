@@ -5,8 +5,6 @@ There are four kinds of full parameters: gathered when needed (`Parameters`), ke
 all ranks have written), and unpacked from gathered quantized blocks (`BlockParameters`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

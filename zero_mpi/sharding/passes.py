@@ -5,8 +5,6 @@ them. Each micro-batch has a row in a table, which its rank fills. Rows are adde
 depend on the number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial

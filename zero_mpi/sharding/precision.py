@@ -6,8 +6,6 @@ low precision (bf16 or fp16), a rounded copy of each slice is gathered and used 
 be sent in low precision too; they are converted to float32 before they are added.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ The losses of all ranks are all-reduced in one vector. A rank fills the position
 leaves zeros elsewhere, so neither the vector nor its sum depends on the number of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

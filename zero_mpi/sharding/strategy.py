@@ -5,8 +5,6 @@ training with replicated state (DDP). HYBRID_SHARD is FULL_SHARD within each nod
 (Zhao et al., "PyTorch FSDP", 2023): parameters are gathered only inside a node, which must hold them all.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from zero_mpi.errors import UsageError

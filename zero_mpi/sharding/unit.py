@@ -4,8 +4,6 @@ Each parameter starts at a multiple of the quantum (1024 elements, or one row un
 fixed chunks over which norms are summed do not depend on the unit. The gaps are zeros and stay zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -5,8 +5,6 @@ the same errors with the same exit status. Then it prints a plan for these nodes
 with memory and traffic as in `zero-mpi plan`. Nothing is written, and nothing in OUT changes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Description of a run: facts that its checkpoints store, and facts that must be equal on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

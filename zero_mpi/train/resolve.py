@@ -4,8 +4,6 @@ Only caches are written, and only the text needs much memory. `setup.build` buil
 `--dry-run` describes it. Only rank 0 lists checkpoints and reads text. An error is raised on all ranks.
 """
 
-from __future__ import annotations
-
 import platform
 from dataclasses import dataclass, replace
 from functools import partial

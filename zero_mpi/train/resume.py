@@ -5,8 +5,6 @@ and why. A checkpoint of another run (other model, corpus, or value of a `fixed`
 not skipped, because the user wants neither an older checkpoint nor a new start.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Saving: decides when a run writes a checkpoint, and reports complete checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

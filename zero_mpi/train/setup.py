@@ -1,7 +1,5 @@
 """Builds a run from its specification: transport, sharded module, optimizer and progress."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 Training (`trainer`) and verification (`verify`) run the same steps.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

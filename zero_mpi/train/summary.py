@@ -5,8 +5,6 @@ job. This takes rank 0 a few milliseconds. If the planner fails, the run continu
 the plan.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Sequence

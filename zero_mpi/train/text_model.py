@@ -4,8 +4,6 @@ The layers are those of training. Each attention layer keeps the keys and values
 cache. When the context is full, its newest half is computed again and generation continues.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 `steps` defines a step. Observers do everything else that a step needs (`observers`, `saving`).
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from collections import Counter

@@ -3,8 +3,6 @@
 Calls between groupStart and groupEnd run together, as in NCCL. Sums are added in MPI's order.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -4,8 +4,6 @@ If a setting would change results and we do not support it, an error names it. I
 different model. The keys are those that llama.cpp's converter writes.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

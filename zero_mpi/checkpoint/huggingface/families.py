@@ -3,8 +3,6 @@
 The table has one row for each class. The reader and the writer of folders use it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum

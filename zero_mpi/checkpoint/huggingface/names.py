@@ -5,8 +5,6 @@ the two halves of a head one after the other, and gpt2's matrices as (in, out). 
 conversion was forgotten: shapes may match, and then the model generates nonsense.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

@@ -16,8 +16,6 @@ groups of sends and receives. With `fast`, NCCL adds in its own order; slices of
 reduction per owner, in a group. Ranks connect through MPI, which also transfers all data outside GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

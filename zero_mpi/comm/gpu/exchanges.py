@@ -5,8 +5,6 @@ directly from device memory, through pinned memory, or by NCCL. MPI backends run
 generator. `overlap` runs these generators concurrently: while one copies, another sends by MPI.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Transports for sharding within each node and replication between nodes (HYBRID_SHARD)."""
 
-from __future__ import annotations
-
 from zero_mpi.comm.base import Comm, Handle, ReduceScatter
 from zero_mpi.comm.kinds import MPI, NODES
 from zero_mpi.comm.mpi import MPIComm as Messages

@@ -12,8 +12,6 @@ that the counter announces, then a fence, then the counter. A reader uses the op
 fence, data. A load or store of eight aligned bytes is one memory access, so no rank sees half of a number.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools

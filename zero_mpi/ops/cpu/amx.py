@@ -8,8 +8,6 @@ tiles. oneDNN copies heads whose rows are far apart, which takes longer than the
 Import this module only through `products.by_tiles`: without AMX, LLVM aborts the process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ backward computes the tiles again, so that memory is linear in T (Dao et al., "F
 `attention_bf16` computes bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

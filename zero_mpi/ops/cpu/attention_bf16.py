@@ -5,8 +5,6 @@ takes ten microseconds to start. Scores and all sums are float32. Weights and th
 rounded to bfloat16 for their products, as in GPU kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from math import prod

@@ -7,8 +7,6 @@ alone would also work, but it has its own threads and buffers, takes a quarter o
 today's wheels is older and a few per cent slower.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -10,8 +10,6 @@ threads see, and each thread takes parts until none is left. Then the next step 
 crew when it has waited for `PATIENCE` rounds or `threads.run` needs the pool.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable
 from concurrent.futures import Future

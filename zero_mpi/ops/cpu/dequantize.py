@@ -5,8 +5,6 @@ kernel stores these vectors, bit-identical to `reference.dequantize`. Another ke
 of a row of blocks and an input. llama.cpp's ggml-common.h defines the byte layout of each kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Elementwise operations on CPUs, in one pass each: sums, multiples, GELU, gated pairs, rotary positions."""
 
-from __future__ import annotations
-
 from functools import partial
 from inspect import signature
 from typing import Any

@@ -1,7 +1,5 @@
 """Embeddings on CPUs: forward copies rows, and backward adds the gradients in the order of the tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from zero_mpi.device.arrays import recycled

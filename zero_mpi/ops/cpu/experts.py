@@ -1,7 +1,5 @@
 """Mixtures of experts on CPUs: kernels for routing, and one product for each expert that has rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ Results must not depend on how a buffer is cut. AdamW is therefore compiled with
 vector part of a loop and its remainder round equally. The order of a chunk's sum depends only on its length.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -7,8 +7,6 @@ products, so the order of a sum is fixed only for a given length. NaN and infini
 step with gradients that are not finite must be noticed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

@@ -5,8 +5,6 @@ so that only one chunk of logits exists, whatever the size of the vocabulary. Fo
 float32; their gradient is rounded in place, and dw is rounded once per chunk.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from zero_mpi.arguments import UNCOUNTED

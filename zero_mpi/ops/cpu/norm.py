@@ -1,7 +1,5 @@
 """RMSNorm and LayerNorm on CPUs. Only the first pass over a row reads memory; later passes hit the cache."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from zero_mpi.device.arrays import recycled

@@ -6,8 +6,6 @@ oneDNN is faster in float32 only if the second matrix is transposed, as in forwa
 three times as long for some shapes (docs/benchmarks.md).
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import cache

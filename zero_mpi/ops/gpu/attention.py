@@ -9,8 +9,6 @@ ZERO_MPI_GPU_ATTENTION is auto, own (our kernels), cudnn (an error if cuDNN is m
 any-order (cuDNN adds gradients in any order, so two runs may differ).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

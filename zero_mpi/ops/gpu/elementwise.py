@@ -4,8 +4,6 @@ Each operation makes one pass over memory, in packs of 16 bytes per thread. Unal
 processed element by element.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

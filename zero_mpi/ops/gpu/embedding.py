@@ -4,8 +4,6 @@ Backward sorts the positions by token and cuts them into runs. A thread sums a f
 token is in several runs, a second kernel adds their sums. No two threads add to the same number.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

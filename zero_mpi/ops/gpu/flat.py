@@ -3,8 +3,6 @@
 Results depend neither on how a buffer is cut nor on the GPU. AdamW is bit-identical to the reference.
 """
 
-from __future__ import annotations
-
 import math
 
 from zero_mpi import device

@@ -6,8 +6,6 @@ compiled together, and CuPy caches them for later processes. A call passes one t
 and numbers: lengths as Python integers (64 bits in the kernel), float32 as `f4`, float64 as Python floats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache, lru_cache
 from pathlib import Path

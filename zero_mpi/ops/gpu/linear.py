@@ -7,8 +7,6 @@ head's logits are computed in chunks of at most LOGITS_BYTES, which become gradi
 a multiple of LINE by rows of zeros.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

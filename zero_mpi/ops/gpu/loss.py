@@ -4,8 +4,6 @@ The loss is a 0-dimensional float64 array on the GPU, so that the host need not 
 are summed in a fixed order.
 """
 
-from __future__ import annotations
-
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.launch import ARRAY, F64, THREADS, Family, Kernel, at, by_rows, f4, packed, take

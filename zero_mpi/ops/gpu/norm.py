@@ -5,8 +5,6 @@ rows and also sums the gradients of w and b. The shape and type alone determine 
 blocks, so the order of sums is the same on every GPU.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache, partial
 from typing import Any
 

@@ -4,8 +4,6 @@ A sum has two stages: blocks write lines of partial sums, and a second kernel ad
 gradient of any type. The number of rows alone sets the number of lines, so every GPU adds in the same order.
 """
 
-from __future__ import annotations
-
 from zero_mpi.device.types import Array
 from zero_mpi.ops import reference
 from zero_mpi.ops.gpu.launch import ARRAY, F32, PACK, THREADS, Family, at, by_rows, take, writable

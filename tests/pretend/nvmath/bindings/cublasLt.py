@@ -5,8 +5,6 @@ the descriptors and alignment for which it was requested, and an attribute must 
 is computed in float32 by NumPy and rounded once, asynchronously in the order of the stream.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from dataclasses import dataclass, field, replace
