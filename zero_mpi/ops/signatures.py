@@ -25,7 +25,7 @@ from zero_mpi.ops.block_kinds import BLOCK_KINDS
 SINGLE = np.dtype(np.float32)
 REAL = (SINGLE, np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float64))
 WHOLE = tuple(map(np.dtype, ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")))
-EXAMPLES = {"float": 0.3, "int": 5, "bool": False}  # example values by the annotation of a parameter
+EXAMPLES = {float: 0.3, int: 5, bool: False}  # example values by the type of a parameter
 CACHE_SIZE = 256  # maximum number of combinations of shapes and types cached per operation
 
 
