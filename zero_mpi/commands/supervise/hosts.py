@@ -150,7 +150,7 @@ class Template:
         folders = [
             following if word == "--out" else word.removeprefix("--out=")
             for word, following in pairwise((*self.words, ""))
-            if word.partition("=")[0] == "--out"
+            if word.startswith("--out=") or (word == "--out" and following)
         ]
         if folders:
             return Path(folders[-1])
