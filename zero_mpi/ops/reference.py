@@ -177,12 +177,12 @@ def layer_norm_backward(
 # -------------------------------------------------------------------------------------- rotary position
 
 
-@operation("x B T H D, cos T P wide, sin T P wide, out?+ B T H D -> B T H D; 2 * P <= D")
+@operation("x B T H D, cos T E wide, sin T E wide, out?+ B T H D -> B T H D; 2 * E <= D")
 def rope(x: Array, cos: Array, sin: Array, interleaved: bool, out: Array | None = None) -> Array:
-    """Rotate pairs of x (B, T, H, D) by angles with the cosines and sines cos, sin (T, P), P <= D/2.
+    """Rotate pairs of x (B, T, H, D) by angles with the cosines and sines cos, sin (T, E), E <= D/2.
 
-    If `interleaved`, pair j is (x[2j], x[2j+1]), llama.cpp's NORM order; otherwise (x[j], x[j + P]), its
-    NEOX order. Elements after the P pairs do not change. Backward is the same operation with -sin. The result
+    If `interleaved`, pair j is (x[2j], x[2j+1]), llama.cpp's NORM order; otherwise (x[j], x[j + E]), its
+    NEOX order. Elements after the E pairs do not change. Backward is the same operation with -sin. The result
     is written to `out` if it is given; `out` may be x itself.
     Su et al., "RoFormer", 2021.
     """
