@@ -18,19 +18,19 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9186, "package": 49469, "tests": 41960}
+TOTAL = {"engine": 9186, "package": 49478, "tests": 41960}
 ROOMS = {
-    "checkpoint": 4266,
+    "checkpoint": 4269,
     "cli": 255,
     "comm": 3960,
     "commands": 7777,
     "compat": 786,
     "config": 1332,
-    "data": 5942,
+    "data": 5947,
     "device": 740,
     "environment": 369,
     "files": 887,
-    "launch": 2005,
+    "launch": 2006,
     "models": 1163,
     "nn": 2275,
     "ops": 7206,
@@ -46,7 +46,7 @@ ENGINE += tuple(f"comm/{name}.py" for name in ("base", "partition", "serial", "t
 ENGINE += tuple(f"comm/{name}.py" for name in ("meter", "start_mpi"))
 ENGINE += ("ops/__init__.py", "ops/reference.py", "ops/activations_reference.py", "ops/low_precision.py")
 MEDIAN, P90 = 8, 25  # limits on the lines of functions
-WORDS = {"pages": 25426, "README.md": 1000}  # number of words, as `wc -w` counts them
+WORDS = {"pages": 25434, "README.md": 1000}  # number of words, as `wc -w` counts them
 PAGES = {
     "pages": ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/*.md"),
     "README.md": ("README.md",),

@@ -193,7 +193,8 @@ def candidates(out: Path) -> list[Path]:
 
     A later step that was written after `latest`, and that has a record, comes first: its job ended before it
     could move the link. Other later steps are left out: they belong to an abandoned run. Without a link, all
-    steps are returned, the highest first. If the link does not name a checkpoint in OUT, it comes before all.
+    steps are returned, the highest first. If the link does not name a checkpoint in OUT, it comes before all
+    steps.
     """
     link, checkpoints = out / LATEST, steps(out)[::-1]
     if not link.is_symlink() and not link.exists():
@@ -203,7 +204,7 @@ def candidates(out: Path) -> list[Path]:
     if target.parent != Path(os.path.realpath(out)) or not match:
         return [link, *(folder for _, folder in checkpoints)]
     latest, time = int(match[1]), written_at(target)
-    last = metrics.last_step(out / metrics.METRICS)  # a copied folder has other file times
+    last = metrics.last_step(out / metrics.METRICS)  # in a copied folder, file times do not show the order
     later = [folder for step, folder in checkpoints if latest < step <= last and time < written_at(folder)]
     return [*later, out / target.name, *(folder for step, folder in checkpoints if step < latest)]
 

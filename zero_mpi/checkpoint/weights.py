@@ -294,14 +294,16 @@ class MergedWeights(WeightSource):
 
 
 def folder_of(source: Any) -> HuggingFaceFolder | None:
-    """Return the Hugging Face folder whose tokenizer, if any, is the source's; None if there is none."""
+    """Return the Hugging Face folder from which a source, perhaps merged, takes its tokenizer, or None."""
     file = source.base if isinstance(source, MergedWeights) else source
     return file if isinstance(file, HuggingFaceFolder) else None
 
 
 def gguf_of(source: Any, name: str = "") -> GGUFFile | None:
-    """Return the GGUF file under a source; None if there is none, or if it does not hold the tensor `name`
-    as the source returns it."""
+    """Return the GGUF file under a source.
+
+    None if there is none, or if it does not hold the tensor `name` as the source returns it.
+    """
     while isinstance(source, GrownWeights | MergedWeights):
         if source.changes(name):
             return None

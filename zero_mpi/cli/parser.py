@@ -122,7 +122,7 @@ class Once(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         first = getattr(namespace, self.dest, None)
         if first is not None:
-            raise UsageError(f"{option_string} {shown(values)}: expected one, found also {shown(first)}")
+            raise UsageError(f"{option_string} {shown(values)}: was given before, with {shown(first)}")
         setattr(namespace, self.dest, values)
 
 

@@ -41,7 +41,7 @@ def make_parser() -> Parser:
     )
     add = parser.add_argument
     add("path", metavar="MODEL", help="GGUF file, checkpoint or Hugging Face folder, or a tokenizer.json")
-    add("--data", nargs="+", action="extend", required=True, metavar="PATH", help="paths of conversations")
+    add("--data", nargs="+", action="extend", required=True, metavar="PATH", help="files of conversations")
     add_settings(parser, dict.fromkeys((*OF_TEMPLATES, "system", "loss_on", "skip_bad"), ""))
     add("--count", type=int, default=3, help="conversations to show; totals cover all")
     add("--json", action="store_true", help="print one JSON object instead")

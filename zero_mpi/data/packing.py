@@ -261,16 +261,16 @@ class PairWindows(PackedWindows):
         return PairBatch(batch, self._numbers[pieces], [(row, slice(a, b)) for row, a, b in spans], rest)
 
     def mismatched(self, indices: ArrayLike) -> PairBatch:
-        """Return `pairs` with other answers (see `mismatched`), which may come from each next window."""
+        """Return `pairs` with exchanged answers; see `mismatched`. `others` are the windows after these."""
         windows = np.asarray(indices, np.int64)
         return mismatched(self.pairs(windows), self.pairs((windows + 1) % len(self)))
 
 
 def mismatched(pairs: PairBatch, others: PairBatch) -> PairBatch:
-    """Return a micro-batch in which each prompt is followed by an answer of another row of the data.
+    """Return a micro-batch in which each prompt is followed by an answer of another pair.
 
     The answers of a window rotate by one, in an order with better before worse sides. Where this gives an
-    answer of the prompt's own row, an answer in the same row of `others` replaces it, cut to the free space.
+    answer of the prompt's own pair, an answer from the window in `others` replaces it, cut to the free space.
     """
     shape, spans = pairs.batch.inputs.shape, list[tuple[int, slice]]()
     inputs, targets = np.zeros(shape, np.int64), np.full(shape, UNCOUNTED)

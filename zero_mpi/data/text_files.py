@@ -68,7 +68,7 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
             else:
                 problem = "is neither a file nor a folder" if exists(source) else "does not exist"
                 no_shares = flag == "--val-data" and "=" in argument
-                raise UsageError(f"{flag} {shown(source)} {problem}" + "; it takes no shares" * no_shares)
+                raise UsageError(f"{flag} {shown(source)} {problem}" + " (shares: --data only)" * no_shares)
         for name, path in files:
             by_path.setdefault(os.path.realpath(path), (mark + name, path))
     is_dataset = any(path.suffix == ".arrow" for _, path in by_path.values())
@@ -78,7 +78,7 @@ def collect_files(paths: Sequence[str], flag: str = "--data") -> list[tuple[str,
 def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
     """Return sorted names of regular files under `root`. A loop of links is followed only once.
 
-    Raises FileError for a link to a missing file, except in Python's library, which has a `skip`.
+    Raises FileError for a link to a missing file, unless `skip` is given, as for Python's library.
     """
     names, seen = list[str](), set[str]()
     for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
@@ -92,7 +92,7 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> list[str]:
             if is_file(path):
                 names.append(path.relative_to(root).as_posix())
             elif path.is_symlink() and not exists(path) and not skip:
-                raise FileError(f"{shown(path)} is a link to a missing file: complete the folder")
+                raise FileError(f"{shown(path)} links to a missing file: restore it, or remove the link")
     return sorted(names)
 
 
@@ -169,8 +169,9 @@ def kind_of(head: bytes, name: str) -> Kind | None:
 
 
 def _has_objects(head: bytes, name: str) -> bool:
-    """Return whether the first lines are JSON objects, or by name JSON Lines of objects, arrays or texts; a
-    model would learn the JSON syntax with the text.
+    """Return whether the first lines are JSON objects or, in a file with a suffix of JSON Lines, any values.
+
+    A model would learn the JSON syntax with the text.
     """
     by_name = name.lower().endswith(LINES)
     head = head.removeprefix(codecs.BOM_UTF8).lstrip()

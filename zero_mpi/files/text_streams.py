@@ -90,7 +90,7 @@ class TextStream:
     def line(self) -> bytes:
         """Return the next line with its end, at most its first `MOST` + 1 bytes; b"" after the last line.
 
-        The first line of the file has no `BOM`.
+        A `BOM` at the start of the file is removed.
         """
         mark = b"" if self.at else BOM
         first = part = self._read_line()

@@ -93,8 +93,9 @@ class Terminal(io.FileIO):
 
 
 def open_streams() -> None:
-    """Open standard streams that are closed on /dev/null, and let stdout escape what its encoding lacks."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of free descriptors
+    """Open closed standard streams as /dev/null; let stdout escape characters that its encoding lacks."""
+    # Each open takes the lowest free descriptor.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (open until the end)
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -91,10 +91,10 @@ class Muon(MatrixRule):
                 matrix *= np.float32(lr * SCALES[self.scale](*matrix.shape))
 
     def rows_of(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the rows of each matrix in a parameter; raise ValueError unless their sum is its rows."""
+        """Return the number of rows of each matrix in a parameter; raise ValueError if the sum is wrong."""
         rows = value_of(self.parts, name, shape[-2:-1])
         if min(rows, default=0) < 1 or sum(rows) != shape[-2]:
-            raise ValueError(f"Muon: parts: {name}: expected rows with the sum {shape[-2]}, got {rows}")
+            raise ValueError(f"Muon: parts: {name}: expected rows that add up to {shape[-2]}, got {rows}")
         return rows
 
     def orthogonal(self, matrix: Array) -> Array:

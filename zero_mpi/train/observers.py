@@ -204,7 +204,7 @@ class Divergence(Observer):
         return False
 
     def check_end(self, step: int) -> None:
-        """Raise JobError on all ranks if a last loss is not finite, or no step of this job was finite."""
+        """Raise JobError on all ranks if a last loss was not finite, or if no step of this job was finite."""
         if not self._is_finite:
             raise JobError(not_finite(step))
         if self._bad and self._bad == self._steps:
@@ -216,7 +216,7 @@ def not_finite(step: int) -> str:
 
 
 def check_recorded(out: Path, step: int) -> None:
-    """Raise JobError if the records of a finished run lack a finite loss of its last step."""
+    """Raise JobError if a recorded loss of a finished run's last step is not finite."""
     record = last_record(out / METRICS)
     if record.get("step") == step and None in (record.get("loss", 0.0), record.get("val_loss", 0.0)):
         raise JobError(not_finite(step))

@@ -257,7 +257,7 @@ def encode_choices(
             raise FileError(f"{place}: expected the same form as in the first line")
         letters = sum(map(len, question.answers)) + len(question.answers) * max(map(len, question.contexts))
         if letters > MOST_LETTERS:
-            raise FileError(f"{place}: {letters} characters in all answers, expected at most {MOST_LETTERS}")
+            raise FileError(f"{place}: {letters} characters of text, expected at most {MOST_LETTERS}")
         first = edge if question.span in CORE else [] if bos is None else [bos]
         rows = list(rows_of(question, tokenizer, first, edge, context))
         for ids, start in rows:

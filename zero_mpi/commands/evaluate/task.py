@@ -136,7 +136,7 @@ def read_task(arguments: Sequence[str]) -> Task:
         if key in flags and not (config.data if other == "data" else other in flags):
             raise UsageError(f"{spelled(key)} {shown(str(flags[key]))}: needs {need}")
     if {"top_k_out", "windows"} <= flags.keys():
-        raise UsageError(f"--windows {flags['windows']}: --top-k-out needs all windows: leave it out")
+        raise UsageError(f"--windows {flags['windows']}: --top-k-out needs all windows: remove --windows")
     for key, least in {"context": 1, "stride": 1, "windows": 1, "top_k": 1, "temperature": 1e-3}.items():
         within(key, flags.get(key, 1), least)
     flags["delimiter"] = flags.get("delimiter", " ").replace(r"\n", "\n")

@@ -215,7 +215,7 @@ def check_target(target: Path, as_gguf: bool, kind: str, force: bool) -> None:
             content = f"a folder with {show(foreign)}" if foreign else "a folder"
             raise UsageError(f"{target}: expected a new name or a model, found {content}: use another name")
         if os.path.samefile(target, os.curdir):
-            raise UsageError(f"{target}: the export would replace the current folder: leave it first")
+            raise UsageError(f"{target}: would replace the current folder: change to another one first")
         if not os.listdir(target):
             return
     if os.path.lexists(target) and not force:

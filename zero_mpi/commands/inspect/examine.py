@@ -99,7 +99,7 @@ def open_subject(path: Path) -> Subject:
 def pieces(source: WeightSource, spec: TensorSpec, like_gguf: bool = False) -> Iterator[Any]:
     """Yield the stored bytes of a tensor, in GGUF's order, in chunks that end where digest chunks end.
 
-    like_gguf: whether to add 1 to a folder's float32 norms that are stored minus 1; rounding may hide bits
+    like_gguf: whether to add 1 to float32 norms that a folder stores as w - 1; rounding may hide differences
     """
     block, width = GGML_QUANT_SIZES[spec.type]
     step = math.lcm(sound.PIECE_BYTES, width)

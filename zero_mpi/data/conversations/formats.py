@@ -12,8 +12,8 @@ Rows of preferences hold a better and a worse answer to one prompt, or one answe
     {"prompt": "...", "completion": "...", "label": true}                for KTO
 
 Each form may also have `tools` and `system`, a text. Other keys of a line are ignored; keys beside `role` and
-`content` go to the template. A key of a row or message whose value is null counts as absent, in tables also a
-key inside other values.
+`content` go to the template. A key of a row or message whose value is null counts as absent; in tables, so
+does such a key inside other values.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ROWS = re.compile(
 KEYS = re.compile(rb'"(?:messages|completion|instruction|conversations)"\s*:')
 OF_PAIRS, OF_LABELS = re.compile(rb'"rejected"\s*:'), re.compile(rb'"(?:rejected|label)"\s*:')
 PAIR, LABELLED = ("chosen", "rejected"), ("prompt", "completion", "label")
-FIRST_ROWS = 8  # valid rows of a file that may show its form
+FIRST_ROWS = 8  # number of valid rows that are parsed to recognise pairs
 MOST_REASONS = 6  # number of reasons that are counted separately
 VALUES = re.compile(r"\[\d+\]|, found .*|(?<=^no JSON):.*", re.DOTALL)  # parts of a reason that vary
 
@@ -265,7 +265,7 @@ def _prompt_and_answers(row: Message) -> tuple[list[Message], list[Message], lis
 
 
 def _after_prompt(row: Message, messages: list[Message]) -> list[Message]:
-    """Return the messages of an answer with the prompt, a text, before them, unless they begin with it."""
+    """Return an answer's messages with the text `prompt` as the first user message, unless they have one."""
     roles = [message["role"] for message in messages]
     at = next((place for place, role in enumerate(roles) if role not in INSTRUCTING), len(roles))
     prompt = [] if roles[at : at + 1] == [USER] else [_text_message(USER, row, "prompt")]

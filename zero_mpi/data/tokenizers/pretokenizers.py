@@ -140,7 +140,7 @@ def name_of(definition: Any, ignore_merges: bool, place: str) -> tuple[str, dict
         return name, rules | ({} if merges == ignore_merges else {"ignore_merges": ignore_merges})
     raise UsageError(
         f"{place}: expected the splitting of a known BPE (gpt-2, smollm, llama-bpe, qwen2, ...), found the "
-        f"pre_tokenizer {shown(definition, 300)}: use token files for --data of train (1-D .npy)"
+        f"pre_tokenizer {shown(definition, 300)}: use token files for train --data (1-D .npy)"
     )
 
 

@@ -27,7 +27,7 @@ from zero_mpi.files.text_streams import is_text
 
 _NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # Hugging Face name: GGUF name
 _CONFIG, _MODEL_CONFIGS = "tokenizer_config", ("config", "generation_config")  # files in the same folder
-_WAY_OUT = "use a GGUF that llama.cpp made of the model, or token files for --data of train (1-D .npy)"
+_WAY_OUT = "use a GGUF that llama.cpp made from the model, or token files for train --data (1-D .npy)"
 _MOST, _MOST_SIBLING = 32 << 20, 4 << 20  # limits in bytes: a tokenizer.json, other files in its folder
 _MOST_TEMPLATES, _MOST_NAME = 32, 99  # limits: templates of a folder, characters of a template's name
 _GAP = 1 << 16  # maximum number of ids of a model beyond twice the number of tokens
