@@ -176,7 +176,7 @@ def _tensor(arch: str, name: str, spec: TensorSpec, width: int, metadata: Metada
         key = "head_count" if ".attn_q." in name else "head_count_kv"
         rows = width * int(metadata[f"{GGUF_NAMES.get(arch, arch)}.attention.{key}"])
         if shape[0] != rows:
-            raise FileError(f"tensor {show(spec.name)}: expected {rows} rows (see {CONFIG}), found {shape[0]}")
+            raise FileError(f"tensor {show(spec.name)}: expected {rows} rows ({CONFIG}), found {shape[0]}")
     return HuggingFaceTensor(name, shape, spec.type, spec.name, order, width)
 
 
