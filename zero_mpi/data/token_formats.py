@@ -39,11 +39,8 @@ MEGATRON_TYPES = {code: np.dtype(name) for code, name in {3: "<i2", 4: "<i4", 5:
 MEGATRON_MOST = (1 << 31) - 1  # maximum number of ids in a document, because its size is stored as int32
 MEGATRON_NAMES = {1: "uint8", 2: "int8", 6: "float64", 7: "float32"}
 ARROW_KINDS = ("int16", "int32", "int64", "uint16", "uint32")
-MASKS = {
-    "labels": -100,
-    "assistant_masks": 0,
-    "completion_mask": 0,
-}  # values that exclude a token from the loss
+# Columns, and the value that excludes a token from the loss.
+MASKS = {"labels": -100, "assistant_masks": 0, "completion_mask": 0}
 NPY_HEADERS = {  # keyed by the format's version; version 3.0 is 2.0 with field names in UTF-8
     (1, 0): npy.read_array_header_1_0,
     (2, 0): npy.read_array_header_2_0,
