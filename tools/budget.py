@@ -18,7 +18,7 @@ from pathlib import Path
 PACKAGE = "zero_mpi"
 FLAGS = "tools/train_flags.txt"  # one flag per line
 # Lines of Python.
-TOTAL = {"engine": 9186, "package": 49475, "tests": 41960}
+TOTAL = {"engine": 9186, "package": 49475, "tests": 41963}
 ROOMS = {
     "checkpoint": 4269,
     "cli": 255,
